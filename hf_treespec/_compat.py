@@ -1,0 +1,98 @@
+"""The only file that knows versions of transformers (5.0 and later).
+
+What moved between releases is asked of the objects at hand, never of a version number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import cache_utils as _cache_utils
+from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.generation import utils as _generation_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+
+class _NoDummyLayer:
+    """Stands in where transformers has no layers that share another layer's keys (before 5.15)."""
+
+
+DummyLayer: type = getattr(_cache_utils, "DummyLayer", _NoDummyLayer)
+
+
+def cache_key(model: PreTrainedModel) -> str:
+    """What `forward` calls its cache: `cache` since 5.24, `past_key_values` before."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+
+
+def text_config(model: PreTrainedModel) -> Any:
+    """The config of the part that decodes text (a vision-language model has it nested)."""
+    return model.config.get_text_config(decoder=True)
+
+
+def prefill(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+    """The prompt's forward exactly as `generate` does it: chunks, a user's cache, embeddings, images.
+
+    `_prefill` got `is_first_iteration` after 5.0; where it is absent the prompt is always a first iteration.
+    """
+    parameters = inspect.signature(model._prefill).parameters
+    first = {"is_first_iteration": True} if "is_first_iteration" in parameters else {}
+    return model._prefill(input_ids, generation_config, model_kwargs, **first)
+
+
+def optimize_for_decode(model: PreTrainedModel) -> contextlib.AbstractContextManager[None]:
+    """transformers' own switch of expert kernels for the decoding stage; absent in early 5.x."""
+    method = getattr(model, "_optimize_model_for_decode", None)
+    return method() if method is not None else contextlib.nullcontext()
+
+
+def decoder_output(cache: Any, **fields: Any) -> GenerateDecoderOnlyOutput:
+    """`GenerateDecoderOnlyOutput`, whose cache field was renamed together with the argument."""
+    key = "cache" if "cache" in inspect.signature(GenerateDecoderOnlyOutput).parameters else "past_key_values"
+    return GenerateDecoderOnlyOutput(**{key: cache}, **fields)
+
+
+def find_cache(model_kwargs: dict[str, Any]) -> Any:
+    """The cache that `generate` prepared, or None."""
+    found = (model_kwargs.get(key) for key in ("cache", "past_key_values"))
+    return next((cache for cache in found if cache is not None), None)
+
+
+def prompt_only_arguments() -> tuple[str, ...]:
+    """Arguments that `generate` drops after the prompt's forward (images and the like)."""
+    return tuple(getattr(_generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+
+
+def register_attention(name: str, function: Any) -> None:
+    """Makes `function` known as attention implementation `name`, with the masks of `sdpa` for ordinary forwards."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(name, function)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def sdpa_attention() -> Any:
+    """transformers' own `sdpa` attention function."""
+    return ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+def rope_boundary(config: Any) -> tuple[int | None, bool]:
+    """The position from which rotary frequencies (or a position table) change, and whether they change at every step.
+
+    "dynamic" recomputes its frequencies at each new maximum beyond `max_position_embeddings`; "longrope" switches
+    once, at `original_max_position_embeddings` (transformers/modeling_rope_utils.py, `dynamic_rope_update`).
+    """
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    sets = [rope] if "rope_type" in rope or not rope else [v for v in rope.values() if isinstance(v, dict)]
+    limit = getattr(config, "max_position_embeddings", None)
+    moving = any(s.get("rope_type") == "dynamic" for s in sets)
+    for s in sets:
+        if s.get("rope_type") == "longrope":
+            limit = s.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", limit
+            )
+    return limit, moving

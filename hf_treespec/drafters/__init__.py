@@ -1,0 +1,18 @@
+"""Everything that drafts. One file for each drafter, one import line here."""
+
+from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
+from .model import ModelDrafter
+from .ngram import NgramDrafter
+
+__all__ = [
+    "Budget",
+    "Commit",
+    "DraftContext",
+    "Drafter",
+    "ModelDrafter",
+    "NgramDrafter",
+    "Prompt",
+    "drafter_names",
+    "make_drafter",
+    "register_drafter",
+]

@@ -1,0 +1,191 @@
+"""The drafter contract, the registry, and everything that a drafter may see.
+
+A drafter proposes a `TokenTree`; it never sees the accept rule, and nothing that it does can change the text.
+"""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+import difflib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from ..errors import DrafterError
+from ..tree import TokenTree
+
+if TYPE_CHECKING:
+    from ..accept import NoiseWindow
+    from ..verify import Verified
+
+ENTRY_POINTS = "hf_treespec.drafters"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """How large a tree this round may be. A larger one is cut to its best-scoring nodes.
+
+    Attributes:
+        max_nodes: drafted nodes, the root not counted; at least 1 (a drafter is not asked for nothing).
+        max_depth: drafted tokens on one path; never more than decoding could still commit.
+        max_children: continuations of one node; 1 asks for a chain.
+    """
+
+    max_nodes: int
+    max_depth: int
+    max_children: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What stays fixed during a call of `generate`.
+
+    Attributes:
+        target: the model whose output is reproduced.
+        ids: (B, T) int64 prompt ids; T = 0 where the prompt was given as embeddings only.
+        attention_mask: (B, T) with 0 at padding, or None.
+        do_sample: whether the target samples.
+        processors: logits processors and warpers of the call. They may be stateful: do not call unknown ones.
+        assistant_model: the `assistant_model=` of the call, or None.
+        max_nodes: the largest tree of the call, for preallocation.
+        verified: the prompt's forward (a tree of one root): logits, and hidden states where `hidden_layers` asks.
+    """
+
+    target: PreTrainedModel
+    ids: torch.Tensor
+    attention_mask: torch.Tensor | None
+    do_sample: bool
+    processors: LogitsProcessorList
+    assistant_model: PreTrainedModel | None
+    max_nodes: int
+    verified: Verified
+
+
+@dataclasses.dataclass(frozen=True)
+class Commit:
+    """What one round added to the text.
+
+    Attributes:
+        tokens: new tokens, in order. The last one is the next round's root.
+        path: for each of them the node of `verified.tree` that it follows: the root, then accepted nodes. These nodes
+            are now in the target's cache.
+        bonus: the last token, where the target added it itself; None where decoding stopped on a drafted token.
+        verified: the round's tree with the logits (and hidden states) of all its nodes, rejected ones too.
+    """
+
+    tokens: list[int]
+    path: list[int]
+    bonus: int | None
+    verified: Verified
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftContext:
+    """What `draft` may look at.
+
+    Attributes:
+        ids: (B, t) int64, prompt and committed tokens. Treat as read-only.
+        last_token: the root of the tree that is asked for.
+        noise: the window on the target's coming draws, or None in greedy decoding. `noise.peek(d - 1)` is the draw
+            with which the target will choose a token at depth d; children = top tokens of log q - log(draw).
+        remaining: tokens that decoding may still commit.
+    """
+
+    ids: torch.Tensor
+    last_token: int
+    noise: NoiseWindow | None
+    remaining: int
+
+
+class Drafter(abc.ABC):
+    """Proposes trees. To write one, subclass and:
+
+    * implement `draft`, the only method that you must;
+    * keep what belongs to one call (caches, counters) in attributes that `start` sets anew: each call of `generate`
+      runs on a shallow copy of the drafter, so several calls, also from several threads, do not meet;
+    * keep what is shared between calls (weights, tables) in attributes set by `__init__`, and guard what you change;
+    * return a tree whose root is `context.last_token`; it may be `TokenTree.root_only(...)`, which drafts nothing;
+    * give path scores that fall along a path: the loop cuts a tree by them;
+    * do not touch the target, the ids or torch's default generator.
+
+    `hf_treespec.check_drafter(drafter, target)` tests all of this.
+
+    Attributes:
+        name: set by `register_drafter`; stands in statistics and messages.
+        hidden_layers: indices into the target's `hidden_states` (0 is the embeddings) that `observe` needs; the loop
+            then asks the target for hidden states.
+        uses_assistant_model: whether the call's `assistant_model` is for this drafter.
+    """
+
+    name: ClassVar[str] = "unnamed"
+    hidden_layers: tuple[int, ...] = ()
+    uses_assistant_model: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
+        """Proposes a tree below the last committed token."""
+
+    def start(self, prompt: Prompt) -> None:  # noqa: B027 - optional hook
+        """Called once a call, after the prompt's forward. Raise `DrafterError` if the target does not fit."""
+
+    def observe(self, commit: Commit) -> None:  # noqa: B027 - optional hook
+        """Called after every round, the prompt's (which commits the first token) included."""
+
+    def for_call(self) -> Drafter:
+        """The drafter of one call: a shallow copy, so that `start` may set its own attributes."""
+        return copy.copy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Drafter:
+        # `generate` deep-copies its config on every call; weights and tables are shared, state lives in `for_call`
+        return self
+
+
+_registry: dict[str, type[Drafter]] = {}
+D = TypeVar("D", bound=type[Drafter])
+
+
+def register_drafter(name: str) -> Callable[[D], D]:
+    """Class decorator: makes a drafter known as `tree_spec="<name>"`.
+
+    Raises:
+        DrafterError: the name is taken, or is "auto".
+    """
+
+    def register(cls: D) -> D:
+        if name == "auto" or _registry.get(name, cls) is not cls:
+            raise DrafterError(f"drafter name {name!r} is taken; choose another.")
+        cls.name = name
+        _registry[name] = cls
+        return cls
+
+    return register
+
+
+def drafter_names() -> list[str]:
+    """Every registered name, sorted; installed packages with an entry point in `hf_treespec.drafters` included."""
+    for point in entry_points(group=ENTRY_POINTS):
+        if point.name not in _registry:
+            point.load()  # its module registers itself
+    return sorted(_registry)
+
+
+def make_drafter(name: str, **options: Any) -> Drafter:
+    """A drafter by its registered name; `options` go to its constructor.
+
+    Raises:
+        DrafterError: no such drafter, or options that its constructor does not take.
+    """
+    known = drafter_names()
+    if name not in _registry:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise DrafterError(f"there is no drafter {name!r}; known are {', '.join(known)}.{hint}")
+    try:
+        return _registry[name](**options)
+    except TypeError as error:
+        raise DrafterError(f"drafter {name!r} does not take drafter_options={options!r}: {error}") from error

@@ -1,0 +1,231 @@
+"""`TokenTree`: a drafted tree as flat arrays. It knows tokens and shape, nothing of models.
+
+One row of a tree over the root "the", with N = 6:
+
+            0 the                index     0     1     2     3     4     5
+           ╱     ╲               token    the   cat   dog   sat   ran   sat
+        1 cat   2 dog            parent    -1     0     0     1     1     2
+        ╱   ╲       ╲            depth      0     1     1     2     2     2
+     3 sat  4 ran   5 sat        score    1.0    .6    .3    .4    .1    .2
+
+    ancestors (row = node, column = itself or an ancestor; the tree part of the 4D mask)
+
+        0   1 . . . . .
+        1   1 1 . . . .
+        2   1 . 1 . . .
+        3   1 1 . 1 . .
+        4   1 1 . . 1 .
+        5   1 . 1 . . 1
+
+Shape letters: B rows (sequences), N nodes with the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import TreeError
+
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float32]
+BoolArray = NDArray[np.bool_]
+
+
+class TokenTree:
+    """B trees of at most N nodes each. Node 0 is the root: the last committed token, not yet in the cache.
+
+    Attributes:
+        tokens: (B, N) int64, token ids of the target.
+        parents: (B, N) int64, index of the parent; -1 for the root and for dead nodes.
+        scores: (B, N) float32 in [0, 1], the drafter's estimate that the path to the node is accepted;
+            1 for the root, never above the parent's, 0 for dead nodes.
+        sizes: (B,) int64, live nodes of each row. Live nodes come first; the rest is padding ("dead").
+
+    Parents stand before their children. Arrays are not copied: treat a tree as immutable.
+    """
+
+    def __init__(self, tokens: Any, parents: Any, scores: Any = None, sizes: Any = None) -> None:
+        self.tokens: IntArray = np.atleast_2d(np.asarray(tokens, dtype=np.int64))
+        self.parents: IntArray = np.atleast_2d(np.asarray(parents, dtype=np.int64))
+        if self.tokens.shape != self.parents.shape or self.tokens.ndim != 2 or self.tokens.shape[1] == 0:
+            raise TreeError(f"tokens {self.tokens.shape} and parents {self.parents.shape} must be equal and not empty.")
+        rows, count = self.tokens.shape
+        self.sizes: IntArray = np.full(rows, count, np.int64) if sizes is None else np.asarray(sizes, dtype=np.int64)
+        self._check_shape()
+        if scores is None:  # no opinion: every node is worth as much as its neighbour one level up, halved
+            scores = np.exp2(-self.depths.astype(np.float32)) * self.alive
+        self.scores: FloatArray = np.atleast_2d(np.asarray(scores, dtype=np.float32))
+        if self.scores.shape != self.tokens.shape:
+            raise TreeError(f"scores {self.scores.shape} must have the shape of tokens {self.tokens.shape}.")
+
+    # ---------------------------------------------------------------- making
+
+    @classmethod
+    def root_only(cls, root: int | Sequence[int]) -> TokenTree:
+        """A tree that drafts nothing: its verification is one step of plain decoding."""
+        tokens = np.atleast_1d(np.asarray(root, dtype=np.int64))[:, None]
+        return cls(tokens, np.full_like(tokens, -1), np.ones(tokens.shape, np.float32))
+
+    @classmethod
+    def chain(cls, root: int, tokens: Sequence[int], scores: Sequence[float] | None = None) -> TokenTree:
+        """One path below the root. `scores` are path scores, one for each token."""
+        count = len(tokens)
+        return cls([root, *tokens], np.arange(-1, count), None if scores is None else [1.0, *scores])
+
+    @classmethod
+    def from_paths(cls, root: int, paths: Sequence[Sequence[int]]) -> TokenTree:
+        """The trie of several continuations of the root; common prefixes become common nodes."""
+        tokens, parents, seen = [root], [-1], {}
+        for path in paths:
+            node = 0
+            for token in path:
+                child = seen.get((node, token))
+                if child is None:
+                    child = seen[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = child
+        return cls(tokens, parents)
+
+    @classmethod
+    def stack(cls, trees: Sequence[TokenTree]) -> TokenTree:
+        """Trees as rows of one, padded with dead nodes to the longest."""
+        width = max(tree.tokens.shape[1] for tree in trees)
+
+        def padded(name: str, fill: float) -> NDArray[Any]:
+            arrays = [getattr(tree, name) for tree in trees]
+            return np.concatenate(
+                [np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=fill) for a in arrays]
+            )
+
+        sizes = np.concatenate([tree.sizes for tree in trees])
+        return cls(padded("tokens", 0), padded("parents", -1), padded("scores", 0), sizes)
+
+    # ---------------------------------------------------------------- reading
+
+    def __len__(self) -> int:
+        """N, the nodes of a row with its root and its dead nodes."""
+        return int(self.tokens.shape[1])
+
+    @property
+    def rows(self) -> int:
+        """B."""
+        return int(self.tokens.shape[0])
+
+    @cached_property
+    def alive(self) -> BoolArray:
+        """(B, N), True for live nodes."""
+        return np.arange(len(self)) < self.sizes[:, None]
+
+    @cached_property
+    def ancestors(self) -> BoolArray:
+        """(B, N, N), True where the column is the row's node itself or one of its ancestors."""
+        rows, count = self.tokens.shape
+        reach = np.zeros((rows, count, count + 1), dtype=np.bool_)  # the last column takes the parents of roots (-1)
+        pointer = np.broadcast_to(np.arange(count), (rows, count))
+        row, node = np.ogrid[:rows, :count]
+        while (pointer >= 0).any():  # one turn a level, all nodes at once; ends since parents stand before children
+            reach[row, node, pointer] = True
+            pointer = np.where(pointer >= 0, self.parents[row, pointer], -1)
+        return reach[:, :, :count]
+
+    @cached_property
+    def depths(self) -> IntArray:
+        """(B, N), edges to the root; 0 for the root and for dead nodes."""
+        return self.ancestors.sum(-1, dtype=np.int64) - 1
+
+    def child(self, node: int, token: int, row: int = 0) -> int | None:
+        """The child of `node` that holds `token`, or None."""
+        found = np.flatnonzero((self.parents[row] == node) & (self.tokens[row] == token) & self.alive[row])
+        return int(found[0]) if found.size else None
+
+    def path(self, node: int, row: int = 0) -> list[int]:
+        """Node indices from the root (included) to `node`."""
+        return np.flatnonzero(self.ancestors[row, node]).tolist()
+
+    def check(self, vocab_size: int | None = None) -> None:
+        """Raises `TreeError` unless tokens are in the vocabulary and scores are falling probabilities."""
+        if vocab_size is not None and (self.alive & ((self.tokens < 0) | (self.tokens >= vocab_size))).any():
+            bad = self.tokens[self.alive & ((self.tokens < 0) | (self.tokens >= vocab_size))][0]
+            raise TreeError(f"token {bad} is not in the target's vocabulary of {vocab_size}.")
+        if not (np.isfinite(self.scores) & (self.scores >= 0) & (self.scores <= 1)).all():
+            raise TreeError("scores must be finite and lie in [0, 1].")
+        above = np.take_along_axis(self.scores, np.maximum(self.parents, 0), 1)
+        if ((self.parents >= 0) & (self.scores > above * 1.0001)).any():
+            raise TreeError("a node's score is above its parent's; scores are probabilities of whole paths.")
+
+    def _check_shape(self) -> None:
+        """Cheap enough for every tree: whatever walks `parents` may rely on it."""
+        index = np.arange(len(self))
+        inner = self.alive & (index > 0)
+        if (self.sizes < 1).any() or (self.sizes > len(self)).any():
+            raise TreeError(f"sizes {self.sizes.tolist()} must lie in 1 to N={len(self)}: a row has at least its root.")
+        if (self.parents[~inner] != -1).any():
+            raise TreeError("the root and dead nodes must have parent -1.")
+        wrong = inner & ((self.parents < 0) | (self.parents >= index))
+        if wrong.any():
+            row, node = np.argwhere(wrong)[0]
+            raise TreeError(f"node {node} has parent {self.parents[row, node]}; parents must stand before children.")
+
+    # ---------------------------------------------------------------- changing
+
+    def prune(self, max_nodes: int, max_depth: int, max_children: int) -> TokenTree:
+        """The best-scoring nodes within the limits (the root not counted); ties keep the drafter's order.
+
+        Scores fall along a path, so what is kept is a tree again.
+        """
+        small = len(self) <= max_nodes + 1 and int(self.depths.max()) <= max_depth
+        if small and (max_children >= len(self) or int(self._sibling_ranks.max()) < max_children):
+            return self
+        keep = self.alive & (self.depths <= max_depth)
+        keep &= ~(self.ancestors & (self._sibling_ranks >= max_children)[:, None, :]).any(-1)
+        # the least score on the path, so that no rounding lets a child outrank its parent; at equal scores the
+        # stable order keeps parents first
+        value = np.where(self.ancestors, self.scores[:, None, :], np.inf).min(-1)
+        value = np.where(keep, value, -1.0)
+        value[:, 0] = 2.0  # the root stays whatever its score
+        order = np.argsort(-value, axis=1, kind="stable")[:, : max_nodes + 1]
+        return TokenTree.stack([self._select(row, np.sort(o[keep[row, o]])) for row, o in enumerate(order)])
+
+    def merge(self, other: TokenTree) -> TokenTree:
+        """The union of two trees with equal roots (B = 1 each); a shared node takes the higher score."""
+        tokens, parents = self.tokens[0].tolist(), self.parents[0].tolist()
+        scores = self.scores[0].tolist()
+        index = {(parents[i], tokens[i]): i for i in range(1, len(tokens))}
+        place = [0]
+        for token, parent, score in zip(
+            other.tokens[0, 1:].tolist(), other.parents[0, 1:].tolist(), other.scores[0, 1:].tolist(), strict=True
+        ):
+            key = (place[parent], token)
+            node = index.get(key)
+            if node is None:
+                node = index[key] = len(tokens)
+                tokens.append(token)
+                parents.append(key[0])
+                scores.append(score)
+            scores[node] = max(scores[node], score)
+            place.append(node)
+        return TokenTree(tokens, parents, scores)
+
+    @cached_property
+    def _sibling_ranks(self) -> IntArray:
+        """(B, N), how many siblings score better (or equal and stand before)."""
+        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (self.parents >= 0)[:, :, None]
+        order = np.arange(len(self))
+        better = self.scores[:, None, :] > self.scores[:, :, None]
+        tie = (self.scores[:, None, :] == self.scores[:, :, None]) & (order[None, :] < order[:, None])
+        return (same & (better | tie)).sum(-1, dtype=np.int64)
+
+    def _select(self, row: int, nodes: IntArray) -> TokenTree:
+        place = np.full(len(self) + 1, -1, np.int64)
+        place[nodes] = np.arange(len(nodes))
+        parents = place[self.parents[row, nodes]]  # -1 reads the last entry, which stays -1
+        return TokenTree(self.tokens[row, nodes], parents, self.scores[row, nodes])
+
+    def __repr__(self) -> str:
+        return f"TokenTree(rows={self.rows}, nodes={self.sizes.tolist()}, depth={int(self.depths.max())})"
