@@ -7,6 +7,7 @@ Importing the package adds the argument `tree_spec` to `generate`; `disable()` t
 """
 
 from .config import TreeSpecConfig
+from .demo_model import demo_model
 from .drafters import (
     Budget,
     Commit,
@@ -29,9 +30,41 @@ from .errors import (
     UnsupportedModelError,
 )
 from .integration import disable, enable
+from .reference import ScriptedDrafter, check_drafter
 from .stats import DecodeStats, RoundRecord
 from .streaming import Stream, stream
 from .tree import TokenTree
+
+__all__ = [
+    "Budget",
+    "Commit",
+    "DecodeStats",
+    "DemoModelError",
+    "DraftContext",
+    "Drafter",
+    "DrafterError",
+    "ModelDrafter",
+    "NgramDrafter",
+    "OptionError",
+    "Prompt",
+    "RoundRecord",
+    "ScriptedDrafter",
+    "Stream",
+    "TokenTree",
+    "TreeError",
+    "TreeSpecConfig",
+    "TreeSpecError",
+    "UnsupportedArgumentError",
+    "UnsupportedModelError",
+    "check_drafter",
+    "demo_model",
+    "disable",
+    "drafter_names",
+    "enable",
+    "make_drafter",
+    "register_drafter",
+    "stream",
+]
 
 __version__ = "0.1.0"
 
