@@ -39,7 +39,7 @@ def _refusals(config: Any) -> list[tuple[bool, str, str]]:
         return f"{name}={getattr(config, name, None)!r}"
 
     beams = "beam search ranks whole texts, a tree verifies one. Use num_beams=1,"
-    other = "it is another way to decode. Choose one of the two."
+    other = "it is another way to decode. Use one of the two."
     return [
         (more_than("num_beams", 1), show("num_beams"), beams),
         (more_than("num_beam_groups", 1), show("num_beam_groups"), beams),
@@ -52,7 +52,7 @@ def _refusals(config: Any) -> list[tuple[bool, str, str]]:
         ),
         (more_than("penalty_alpha", 0), show("penalty_alpha"), "contrastive search is another way to decode. Unset it,"),
         (given("dola_layers"), show("dola_layers"), other),
-        (given("prompt_lookup_num_tokens"), show("prompt_lookup_num_tokens"), "tree_spec='ngram' does this as a tree;"),
+        (given("prompt_lookup_num_tokens"), show("prompt_lookup_num_tokens"), "tree_spec='ngram' does this as a tree. Unset it,"),
         (given("use_mtp"), show("use_mtp"), other),
         (given("assistant_early_exit"), show("assistant_early_exit"), other),
         (given("speculation_type"), show("speculation_type"), other),
@@ -93,7 +93,7 @@ def check_config(config: Any) -> None:
     """Raises `UnsupportedArgumentError` for the first option that a tree cannot honour."""
     for refused, what, way_out in _refusals(config):
         if refused:
-            tail = f" {_PLAIN}" if way_out.endswith((",", ";")) else ""
+            tail = f" {_PLAIN}" if way_out.endswith(",") else ""
             raise UnsupportedArgumentError(f"{what} cannot be combined with tree_spec: {way_out}{tail}")
 
 
@@ -246,24 +246,36 @@ def _tolerance(model: PreTrainedModel) -> float:
     return 5e-2 if quantised else 1e-3
 
 
+def _unknown_window(config: Any) -> int:
+    """The reach of local attention that `verify` does not know by name (GPT-Neo's `window_size`, say), 0 if none."""
+    known = ("sliding_window", "max_window_layers", "use_sliding_window", "full_attn_mod")
+    found = [
+        value
+        for name, value in config.to_dict().items()
+        if ("window" in name or "local_attention" in name) and name not in known and type(value) is int
+    ]
+    return min(found, default=0)
+
+
 @torch.no_grad()
 def tree_error(model: PreTrainedModel) -> float:
     """How far a small tree's logits are from those of a sequential forward, as a share of the logits' spread (RMS).
 
-    The tree hangs below a text of two tokens: the root, two children, and a child of the second one. The path through
-    the second child is what a wrong mask, slot-based positions or a recurrent layer get wrong.
+    The tree hangs below a short text: the root, two children, and a child of the second one. The path through the second
+    child is what a wrong mask, slot-based positions or a recurrent layer get wrong. The text is as long as any local
+    attention that is not known by name, so that its edge falls into the tree.
     """
-    size = _compat.text_config(model).vocab_size
-    text = [t % size for t in (11, 7, 5, 23, 3)]  # the last two: second child and its child
-    tree = TokenTree([text[2], 19 % size, text[3], text[4]], [-1, 0, 0, 2])
+    config = _compat.text_config(model)
+    size, length = config.vocab_size, 2 + _unknown_window(config)
+    text = [(7 * i + 11) % size for i in range(length)] + [t % size for t in (5, 23, 3)]  # root, second child, its child
+    tree = TokenTree([text[length], 19 % size, text[length + 1], text[length + 2]], [-1, 0, 0, 2])
     device = model.device
     ids = torch.tensor([text], device=device)
     with attention.tree_attention_on(model), contextlib.suppress(RuntimeError, TypeError, AttributeError, ValueError):
-        whole = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, 2:]
-        cache = DynamicCache(config=_compat.text_config(model))
-        positions = torch.arange(2, device=device)[None]
-        model(input_ids=ids[:, :2], position_ids=positions, use_cache=True, **{_compat.cache_key(model): cache})
-        logits = Verifier(model, TreeCache(cache), positions[:, -1:]).forward(tree).logits[0, [0, 2, 3]]
-        spread = whole.float() - whole.float().mean(-1, keepdim=True)
-        return float((logits.float() - whole.float()).norm() / spread.norm())
+        whole = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, length:].float()
+        cache = DynamicCache(config=config)
+        positions = torch.arange(length, device=device)[None]
+        model(input_ids=ids[:, :length], position_ids=positions, use_cache=True, **{_compat.cache_key(model): cache})
+        logits = Verifier(model, TreeCache(cache), positions[:, -1:]).forward(tree).logits[0, [0, 2, 3]].float()
+        return float((logits - whole).norm() / (whole - whole.mean(-1, keepdim=True)).norm())
     return float("nan")  # the model's forward cannot even be called so
