@@ -1,0 +1,197 @@
+"""The drafters: what they propose, and that what they keep between rounds is what a fresh one would compute."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import prompt, run
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from hf_treespec import Budget, Commit, DraftContext, Drafter, ModelDrafter, NgramDrafter, Prompt, TokenTree
+from hf_treespec.accept import NoiseWindow
+from hf_treespec.drafters.ngram import SuffixAutomaton
+from hf_treespec.verify import Verified
+
+BUDGET = Budget(max_nodes=24, max_depth=6, max_children=3)
+
+
+def started(drafter: Drafter, ids: list[int], model: Any = None, do_sample: bool = False) -> Drafter:
+    """`drafter` at the start of a call on the text `ids`, whose last token is the root."""
+    fresh = drafter.for_call()
+    logits = torch.zeros(1, 1, 61)
+    verified = Verified(TokenTree.root_only(ids[-2]), logits)
+    text = torch.tensor([ids[:-1]])
+    fresh.start(Prompt(model, text, None, do_sample, LogitsProcessorList(), None, 64, verified))
+    fresh.observe(Commit([ids[-1]], [0], ids[-1], verified))
+    return fresh
+
+
+def drafted(drafter: Drafter, ids: list[int], budget: Budget = BUDGET, noise: Any = None) -> TokenTree:
+    tree = drafter.draft(DraftContext(torch.tensor([ids]), ids[-1], noise, 100), budget)
+    tree.check(61)
+    return tree
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(tree.tokens[0, tree.path(n)[1:]].tolist()) for n in range(1, len(tree))}
+
+
+# -------------------------------------------------------------------- the suffix automaton
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_automaton_finds_the_longest_suffix_that_occurred_before(seed: int) -> None:
+    """After every token: the suffix link of the last state is that suffix, its transitions all its continuations, and
+    (for texts this short) the counts how often each followed."""
+    rng = np.random.default_rng(seed)
+    automaton, text = SuffixAutomaton(), []
+    for token in rng.integers(0, 2 + seed // 2, 60).tolist():
+        automaton.append(token)
+        text.append(token)
+        longest = 0
+        for length in range(1, len(text)):
+            suffix = text[-length:]
+            starts = [i for i in range(len(text) - length) if text[i : i + length] == suffix]
+            if not starts:
+                break
+            longest = length
+        state = automaton.link[automaton.last]
+        assert automaton.length[state] == longest
+        suffix = text[len(text) - longest :]
+        followed: dict[int, int] = {}
+        for i in range(len(text) - longest):
+            if text[i : i + longest] == suffix:
+                followed[text[i + longest]] = followed.get(text[i + longest], 0) + 1
+        assert set(automaton.next[state]) == set(followed)
+        if longest > 2:
+            assert automaton.count[state] == followed
+
+
+def test_automaton_is_linear() -> None:
+    """At most two states a token, whatever the text (Blumer et al. 1985)."""
+    for text in ([1] * 500, [1, 2] * 250, np.random.default_rng(0).integers(0, 3, 500).tolist()):
+        automaton = SuffixAutomaton()
+        for token in text:
+            automaton.append(token)
+        assert len(automaton.length) <= 2 * len(text)
+
+
+# -------------------------------------------------------------------- ngram
+
+
+def test_ngram_continues_a_copy_deeply() -> None:
+    ids = [*range(2, 30), 2, 3, 4, 5]
+    tree = drafted(started(NgramDrafter(), ids), ids)
+    assert (6, 7, 8, 9, 10, 11) in paths(tree)
+    assert tree.scores[0, 1] > 0.5
+
+
+def test_ngram_holds_all_continuations_the_frequent_first() -> None:
+    ids = [5, 6, 7, 1, 5, 6, 8, 2, 5, 6, 7, 3, 5, 6]
+    tree = drafted(started(NgramDrafter(), ids), ids)
+    level = {int(t): float(s) for t, p, s in zip(tree.tokens[0], tree.parents[0], tree.scores[0], strict=True) if p == 0}
+    assert set(level) >= {7, 8}
+    assert level[7] > level[8]
+    assert {(7, 1), (7, 3), (8, 2)} <= paths(tree)
+
+
+def test_ngram_drafts_nothing_where_nothing_recurs() -> None:
+    ids = list(range(2, 20))
+    assert len(drafted(started(NgramDrafter(), ids), ids)) == 1
+
+
+def test_ngram_goes_on_past_the_end_of_a_periodic_text() -> None:
+    ids = [1, 2, 3] * 4
+    assert (1, 2, 3, 1, 2, 3) in paths(drafted(started(NgramDrafter(), ids), ids))
+
+
+def test_min_match_asks_for_more() -> None:
+    ids = [5, 6, 7, 8, 9, 6]
+    assert len(drafted(started(NgramDrafter(), ids), ids)) > 1
+    assert len(drafted(started(NgramDrafter(min_match=2), ids), ids)) == 1
+
+
+def test_ngram_obeys_its_budget() -> None:
+    ids = np.random.default_rng(0).integers(0, 4, 80).tolist()
+    drafter = started(NgramDrafter(), ids)
+    for budget in (Budget(1, 1, 1), Budget(30, 2, 2), Budget(12, 12, 1)):
+        tree = drafted(drafter, ids, budget)
+        assert len(tree) - 1 <= budget.max_nodes and tree.depths.max() <= budget.max_depth
+        assert max((tree.parents[0] == i).sum() for i in range(len(tree))) <= budget.max_children
+
+
+@pytest.mark.parametrize("kind", ["ngram", "model"])
+@pytest.mark.parametrize("accept", [0, 1, 2, "all"])
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_draft_after_acceptance_equals_a_fresh_drafters(
+    kind: str, accept: Any, do_sample: bool, assistant: PreTrainedModel
+) -> None:
+    """After accepting none, some or all of a path, also of non-first children, for several rounds."""
+    template: Drafter = NgramDrafter() if kind == "ngram" else ModelDrafter(assistant, wave=3, min_gain=0.0)
+    noise = NoiseWindow((1, 61), torch.device("cpu")) if do_sample else None
+    ids = torch.cat([prompt(9), prompt(6)], 1)[0].tolist()
+    kept = started(template, ids, assistant, do_sample)
+    for round_number in range(4):
+        tree = drafted(kept, ids, noise=noise)
+        fresh = started(template, ids, assistant, do_sample)
+        if kind == "ngram":  # a(m) is learnt along the way and differs by design
+            kept._hits, kept._tries = list(fresh._hits), list(fresh._tries)  # type: ignore[attr-defined]
+            tree = drafted(kept, ids, noise=noise)
+        expected = drafted(fresh, ids, noise=noise)
+        assert paths(tree) == paths(expected)
+        torch.testing.assert_close(
+            torch.from_numpy(np.sort(tree.scores[0])), torch.from_numpy(np.sort(expected.scores[0])), atol=1e-4, rtol=0
+        )
+        leaf = len(tree) - 1 - round_number % max(1, len(tree) // 2)
+        path = tree.path(leaf)[: None if accept == "all" else accept + 1]
+        bonus = 2 + (7 * round_number + len(ids)) % 50
+        tokens = [*tree.tokens[0, path[1:]].tolist(), bonus]
+        kept.observe(Commit(tokens, path, bonus, Verified(tree, torch.zeros(1, len(tree), 61))))
+        ids += tokens
+
+
+def test_model_drafts_are_the_assistants_own_likeliest_paths(assistant: PreTrainedModel) -> None:
+    """Scores are products of the assistant's probabilities, and the tree holds the best nodes of those it could reach."""
+    ids = prompt(10)[0].tolist()
+    tree = drafted(started(ModelDrafter(assistant, wave=24, min_gain=0.0), ids, assistant), ids, Budget(15, 3, 4))
+    for node in range(1, len(tree)):
+        path = tree.tokens[0, tree.path(node)[1:]].tolist()
+        score = 1.0
+        for i, token in enumerate(path):
+            with torch.no_grad():
+                logits = assistant(input_ids=torch.tensor([ids + path[:i]]), use_cache=False).logits[0, -1]
+            score *= float(logits.softmax(-1)[token])
+        assert tree.scores[0, node] == pytest.approx(score, abs=1e-4)
+    first = [int(t) for t, p in zip(tree.tokens[0], tree.parents[0], strict=True) if p == 0]
+    with torch.no_grad():
+        best = assistant(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].topk(len(first)).indices.tolist()
+    assert set(first) == set(best)
+
+
+def test_model_stops_where_another_wave_does_not_pay(assistant: PreTrainedModel) -> None:
+    ids = prompt(10)[0].tolist()
+    eager = drafted(started(ModelDrafter(assistant, min_gain=0.0), ids, assistant), ids)
+    thrifty = drafted(started(ModelDrafter(assistant, min_gain=1.0), ids, assistant), ids)
+    assert thrifty.depths.max() < eager.depths.max()
+
+
+def test_a_drafting_model_that_can_read_no_further_drafts_nothing(llama: PreTrainedModel) -> None:
+    import copy
+
+    short = copy.deepcopy(llama)
+    short.config.max_position_embeddings = 24
+    arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
+    for length in (12, 30):  # it ends within the text; it cannot even read the prompt
+        text = run(llama, prompt(length), "model", assistant_model=short, **arguments)
+        assert torch.equal(text, llama.generate(prompt(length), **arguments))
+        last = text.tree_spec.records[-1]
+        assert last.drafted == 0
+
+
+def test_contract_types_are_frozen() -> None:
+    for kind in (Budget, Commit, DraftContext, Prompt):
+        assert dataclasses.fields(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
