@@ -10,11 +10,13 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 from transformers import cache_utils as _cache_utils
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import utils as _generation_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from .errors import UnsupportedModelError
 
 
 class _NoDummyLayer:
@@ -56,10 +58,27 @@ def decoder_output(cache: Any, **fields: Any) -> GenerateDecoderOnlyOutput:
     return GenerateDecoderOnlyOutput(**{key: cache}, **fields)
 
 
-def find_cache(model_kwargs: dict[str, Any]) -> Any:
-    """The cache that `generate` prepared, or None."""
+def prepared_cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> Any:
+    """The cache that `generate` prepared or a user passed; early 5.x leaves it to the model, so one is put there."""
     found = (model_kwargs.get(key) for key in ("cache", "past_key_values"))
-    return next((cache for cache in found if cache is not None), None)
+    cache = next((cache for cache in found if cache is not None), None)
+    if cache is None:
+        cache = model_kwargs[cache_key(model)] = DynamicCache(config=text_config(model))
+    return cache
+
+
+def default_positions(model: PreTrainedModel, mask: torch.Tensor | None, cached: int) -> torch.Tensor:
+    """(1, t) position ids of the cached tokens, where `generate` did not prepare any (before 5.4).
+
+    Raises:
+        UnsupportedModelError: the model has several axes of positions, which such a release computes out of sight.
+    """
+    if "mrope_section" in str(getattr(text_config(model), "rope_parameters", None)):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has multi-axis positions that this release of transformers does not show; "
+            "update transformers, or decode without tree_spec."
+        )
+    return torch.arange(cached)[None] if mask is None else (mask.long().cumsum(-1) - 1).clamp_min(0)
 
 
 def prompt_only_arguments() -> tuple[str, ...]:

@@ -113,7 +113,7 @@ class Decoding:
         """Round 0: the prompt's forward exactly as in plain decoding, and the first token from it."""
         call = self.call
         watch = Stopwatch(call.ids.device)
-        self.source = _compat.find_cache(call.model_kwargs)
+        self.source = _compat.prepared_cache(call.model, call.model_kwargs)
         check_cache(self.source)
         with watch.part("verify"):
             outputs = _compat.prefill(call.model, call.ids, call.generation_config, call.model_kwargs)
@@ -196,7 +196,7 @@ class Decoding:
             with attention.tree_attention_on(call.model):
                 yield
         finally:
-            if self.cache is not None and (self.outputs.wanted or getattr(self.source, "_is_user_defined", False)):
+            if self.cache is not None:
                 self.cache.release()
             if call.streamer is not None:
                 call.streamer.end()
@@ -215,7 +215,7 @@ class Decoding:
             )
         positions = call.model_kwargs.get("position_ids")
         if positions is None:
-            positions = torch.full((1, 1), self.cache.filled - 1)
+            positions = _compat.default_positions(model, mask, self.cache.filled)
         last_position = positions[..., -1:].to(model.device)
         self.first_position = int(last_position.max()) + 1
         self.position_boundary, self.positions_move = _compat.rope_boundary(_compat.text_config(model))

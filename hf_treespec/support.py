@@ -145,7 +145,7 @@ def check_assistant(target: Any, assistant_model: Any, tokenizer: Any = None, as
 
 
 # Arguments of `generate` that reach a decoding method and are handled by name.
-_HANDLED = ("attention_mask", "position_ids", "logits_to_keep", "use_cache", "inputs_embeds", "input_ids")
+_HANDLED = ("attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache", "inputs_embeds", "input_ids")
 # Consumed by the prompt's forward, besides what transformers itself lists.
 _PROMPT_ONLY = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes")
 
@@ -261,14 +261,15 @@ def _unknown_window(config: Any) -> int:
 def tree_error(model: PreTrainedModel) -> float:
     """How far a small tree's logits are from those of a sequential forward, as a share of the logits' spread (RMS).
 
-    The tree hangs below a short text: the root, two children, and a child of the second one. The path through the second
+    The tree hangs below a short text: the root, some children, and a child of the last one. The path through the last
     child is what a wrong mask, slot-based positions or a recurrent layer get wrong. The text is as long as any local
     attention that is not known by name, so that its edge falls into the tree.
     """
     config = _compat.text_config(model)
     size, length = config.vocab_size, 2 + _unknown_window(config)
-    text = [(7 * i + 11) % size for i in range(length)] + [t % size for t in (5, 23, 3)]  # root, second child, its child
-    tree = TokenTree([text[length], 19 % size, text[length + 1], text[length + 2]], [-1, 0, 0, 2])
+    text = [(7 * i + 11) % size for i in range(length)] + [t % size for t in (5, 23, 3)]  # root, last child, its child
+    decoys = [(t + 19) % size for t in range(4)]  # siblings before the second child, so that slots run ahead of positions
+    tree = TokenTree([text[length], *decoys, text[length + 1], text[length + 2]], [-1, 0, 0, 0, 0, 0, 5])
     device = model.device
     ids = torch.tensor([text], device=device)
     with attention.tree_attention_on(model), contextlib.suppress(RuntimeError, TypeError, AttributeError, ValueError):
@@ -276,6 +277,6 @@ def tree_error(model: PreTrainedModel) -> float:
         cache = DynamicCache(config=config)
         positions = torch.arange(length, device=device)[None]
         model(input_ids=ids[:, :length], position_ids=positions, use_cache=True, **{_compat.cache_key(model): cache})
-        logits = Verifier(model, TreeCache(cache), positions[:, -1:]).forward(tree).logits[0, [0, 2, 3]].float()
+        logits = Verifier(model, TreeCache(cache), positions[:, -1:]).forward(tree).logits[0, [0, 5, 6]].float()
         return float((logits - whole).norm() / (whole - whole.mean(-1, keepdim=True)).norm())
     return float("nan")  # the model's forward cannot even be called so

@@ -162,6 +162,14 @@ def test_asking_for_little_gives_little(llama: PreTrainedModel) -> None:
 # -------------------------------------------------------------------- prompts
 
 
+def _plain_or_skip(plain: Any) -> Any:
+    """What plain `generate` gives, in releases of transformers where it works at all."""
+    try:
+        return plain()
+    except (IndexError, ValueError) as error:
+        pytest.skip(f"this release of transformers cannot do it plainly either: {error}")
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("only_new", [False, True])
 def test_a_second_turn_on_the_users_cache(family: str, only_new: bool) -> None:
@@ -178,7 +186,7 @@ def test_a_second_turn_on_the_users_cache(family: str, only_new: bool) -> None:
             ids = ids[:, cache.get_seq_length() :]
         return model.generate(ids, attention_mask=mask, **{key: cache}, **GREEDY, **spec), cache
 
-    expected, theirs = turns()
+    expected, theirs = _plain_or_skip(turns)
     text, ours = turns(tree_spec={"debug": True})
     assert torch.equal(text, expected)
     assert ours.get_seq_length() == theirs.get_seq_length()
@@ -217,7 +225,7 @@ def test_prefill_in_chunks(chunk: int) -> None:
         lambda m, a, kwargs: sizes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
     try:
-        expected = model.generate(prompt(), prefill_chunk_size=chunk, **GREEDY)
+        expected = _plain_or_skip(lambda: model.generate(prompt(), prefill_chunk_size=chunk, **GREEDY))
         plain_sizes, sizes[:] = list(sizes), []
         text = run(model, prompt(), prefill_chunk_size=chunk, **GREEDY)
     finally:
@@ -248,11 +256,15 @@ def test_rotary_frequencies_that_change_with_length() -> None:
     from conftest import LLAMA
 
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "max_position_embeddings": 24, "rope_parameters": rope})).eval()
     arguments = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
-    expected = model.generate(prompt(), **arguments)
-    ours = run(model, prompt(), around(expected, "chain"), **arguments)
+
+    def fresh() -> PreTrainedModel:  # such a model keeps its frequencies from call to call in some releases
+        torch.manual_seed(0)
+        config = LlamaConfig(**{**LLAMA, "max_position_embeddings": 24, "rope_parameters": rope})
+        return LlamaForCausalLM(config).eval()
+
+    expected = fresh().generate(prompt(), **arguments)
+    ours = fresh().generate(prompt(), tree_spec=around(expected, "chain"), **arguments)
     assert torch.equal(ours, expected)
     assert ours.tree_spec.drafted > 0
 

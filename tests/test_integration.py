@@ -322,7 +322,7 @@ def test_models_that_cannot_hold_trees_are_refused() -> None:
             num_heads=2,
             attention_types=[[["global", "local"], 1]],
             window_size=4,
-            initializer_range=0.5,
+            initializer_range=0.2,
             bos_token_id=1,
         )
     ).eval()
