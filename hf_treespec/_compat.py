@@ -36,7 +36,9 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
-def prefill(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
+def prefill(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
+) -> Any:
     """The prompt's forward exactly as `generate` does it: chunks, a user's cache, embeddings, images.
 
     `_prefill` got `is_first_iteration` after 5.0; where it is absent the prompt is always a first iteration.

@@ -111,14 +111,12 @@ class Picker:
     ) -> None:
         self.processors, self.noise, self.device, self.record = processors, noise, device, record
         # One device-to-host read a round: pays where a read waits for a device, costs a pass over N rows elsewhere.
-        self.at_once = (
-            device.type != "cpu" and record is None and all(type(p) in HISTORY_FREE for p in processors)
-        )
+        self.at_once = device.type != "cpu" and record is None and all(type(p) in HISTORY_FREE for p in processors)
 
-    def pick(self, prefix: torch.Tensor, logits: torch.Tensor) -> int:
-        """The token that follows `prefix` (1, t), from the raw logits (1, V) of its last token's node."""
+    def pick(self, prefix: Callable[[], torch.Tensor], logits: torch.Tensor) -> int:
+        """The token that follows `prefix()` (1, t), from the raw logits (1, V) of its last token's node."""
         raw = logits.to(copy=True, dtype=torch.float32, device=self.device)
-        scores = self.processors(prefix, raw)
+        scores = self.processors(prefix(), raw) if self.processors else raw
         if self.record is not None:
             self.record(scores, raw)
         if self.noise is None:
@@ -133,7 +131,7 @@ class Picker:
             return scores.argmax(-1).tolist()  # type: ignore[no-any-return]
         depths = verified.tree.depths[0]
         draws = torch.cat([self.noise.peek(depth) for depth in range(int(depths.max()) + 1)])
-        return _sample(scores, draws[torch.from_numpy(depths).to(self.device)]).tolist()  # type: ignore[no-any-return]
+        return _sample(scores, draws[torch.from_numpy(depths).to(self.device)]).tolist()
 
 
 def _sample(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -149,8 +147,12 @@ def _checked(token: int) -> int:
     return token
 
 
-def walk(verified: Verified, picker: Picker, prefix: Callable[[], torch.Tensor]) -> Iterator[tuple[int, int | None]]:
-    """Yields (token, node) for each token that the target emits: the node that drafted it, None for the bonus.
+def walk(
+    verified: Verified, picker: Picker, prefix: Callable[[], torch.Tensor]
+) -> Iterator[tuple[int, int, int | None]]:
+    """Yields (node, token, child) for each token that the target emits.
+
+    `node` is the one that it follows, `child` the one that drafted it; None for the bonus.
 
     The caller appends each token to the prefix before it asks for the next, and stops asking where decoding stops.
 
@@ -160,13 +162,14 @@ def walk(verified: Verified, picker: Picker, prefix: Callable[[], torch.Tensor])
     """
     tree: TokenTree = verified.tree
     choices: Any = picker.pick_all(verified) if picker.at_once else None
-    node: int | None = 0
-    while node is not None:
+    child: int | None = 0
+    while child is not None:
+        node = child
         if choices is None:
-            token = picker.pick(prefix(), verified.logits[:, node])
+            token = picker.pick(prefix, verified.logits[:, node])
         else:
             token = _checked(choices[node])
             if picker.noise is not None:
                 picker.noise.draw()
-        node = tree.child(node, token)
-        yield token, node
+        child = tree.child(node, token)
+        yield node, token, child

@@ -36,7 +36,9 @@ class TreeSpecConfig:
     )
     drafter_options: Mapping[str, Any] = _knob({}, "Keyword arguments for the constructor of a drafter given by name.")
     # 20: a verify pass costs the same for 2 to 24 float32 rows on a CPU, and less than 10 % over one row on a GPU.
-    max_nodes: int = _knob(20, "Drafted nodes a round at most, the root not counted. 0 decodes plainly.", low=0, high=1024)
+    max_nodes: int = _knob(
+        20, "Drafted nodes a round at most, the root not counted. 0 decodes plainly.", low=0, high=1024
+    )
     max_depth: int = _knob(16, "Drafted tokens on one path at most.", low=1, high=256)
     max_children: int = _knob(4, "Continuations of one node at most; 1 drafts a chain.", low=1, high=256)
     self_check: bool = _knob(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -77,7 +77,6 @@ class Decoding:
         self.stats = DecodeStats(drafter=self.drafter.name)
         self.result: Any = None
         self.finished = False
-        self.cache: TreeCache | None = None
         self.text = Text(call.ids)
         self.limit = call.stopping.max_length or sys.maxsize
         self.outputs = Outputs(call.generation_config)
@@ -86,7 +85,7 @@ class Decoding:
         if self.drafter.hidden_layers:
             call.model_kwargs["output_hidden_states"] = self.forward_arguments.constant["output_hidden_states"] = True
 
-    def rounds(self) -> Iterator[RoundRecord]:
+    def rounds(self) -> Generator[RoundRecord, None, None]:
         """Runs the call and yields a record after each round, the prompt's first. May be closed early."""
         with self._borrowed_model():
             yield self.prefill()
@@ -147,18 +146,17 @@ class Decoding:
         """4 accept: tokens join the text one by one, as long as the tree has them and decoding goes on."""
         tokens: list[int] = []
         path: list[int] = []
-        node: int | None = 0
-        for token, child in walk(verified, self.picker, lambda: self.text.ids):
+        for node, token, child in walk(verified, self.picker, lambda: self.text.ids):  # noqa: B007 - used below
             path.append(node)
             tokens.append(token)
-            node = child
             self.text.append(token)
             self.finished = self.stop(token)
             if self.call.streamer is not None:
                 self.call.streamer.put(torch.tensor([token]))
             if self.finished:
                 break
-        return Commit(tokens, path, None if node is not None else tokens[-1], verified)
+        bonus = token if child is None else None
+        return Commit(tokens, path, bonus, verified)
 
     def commit(self, commit: Commit) -> None:
         """5 commit: of the tree, the cache keeps the nodes whose successors are now in the text."""
@@ -196,7 +194,7 @@ class Decoding:
             with attention.tree_attention_on(call.model):
                 yield
         finally:
-            if self.cache is not None:
+            if hasattr(self, "cache"):  # else the prompt's forward failed and the cache is as it was
                 self.cache.release()
             if call.streamer is not None:
                 call.streamer.end()

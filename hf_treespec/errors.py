@@ -1,12 +1,12 @@
 """The exceptions of hf_treespec. Every message names the thing, its value and the way out.
 
-    TreeSpecError
-    ├── OptionError             (ValueError)           a knob of `TreeSpecConfig`: unknown, wrong type or out of range
-    ├── UnsupportedArgumentError (ValueError)          an argument of `generate` that a tree cannot honour
-    ├── UnsupportedModelError   (NotImplementedError)  a target whose cache or attention cannot hold a tree
-    ├── DrafterError            (RuntimeError)         an unknown drafter, one unfit for the target, or a broken contract
-    ├── TreeError               (ValueError)           a `TokenTree` that is not a tree
-    └── DemoModelError          (RuntimeError)         the embedded demo model cannot be had
+TreeSpecError
+├── OptionError             (ValueError)           a knob of `TreeSpecConfig`: unknown, wrong type or out of range
+├── UnsupportedArgumentError (ValueError)          an argument of `generate` that a tree cannot honour
+├── UnsupportedModelError   (NotImplementedError)  a target whose cache or attention cannot hold a tree
+├── DrafterError            (RuntimeError)         an unknown drafter, one unfit for the target, or a broken contract
+├── TreeError               (ValueError)           a `TokenTree` that is not a tree
+└── DemoModelError          (RuntimeError)         the embedded demo model cannot be had
 """
 
 

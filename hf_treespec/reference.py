@@ -175,7 +175,7 @@ def check_drafter(
         seeds = ([3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4], [2, 7, 1, 8, 2, 8, 2, 7])
         prompts = [torch.tensor([[t % size for t in seed]], device=target.device) for seed in seeds]
     common = {"max_new_tokens": max_new_tokens, "pad_token_id": 0}
-    budgets = ({}, {"max_nodes": 1}, {"max_children": 1}, {"max_nodes": 40, "max_depth": 3})
+    budgets: tuple[dict[str, int], ...] = ({}, {"max_nodes": 1}, {"max_children": 1}, {"max_nodes": 40, "max_depth": 3})
     for budget in budgets:
         for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
             for ids in (*prompts, prompts[0]):

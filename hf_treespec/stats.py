@@ -149,7 +149,7 @@ class Stopwatch:
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
         if self._cuda:
-            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             first.record()
             yield
             last.record()

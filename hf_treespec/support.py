@@ -50,9 +50,17 @@ def _refusals(config: Any) -> list[tuple[bool, str, str]]:
             show("num_return_sequences"),
             "one text is decoded at a time. Call generate once for each sequence,",
         ),
-        (more_than("penalty_alpha", 0), show("penalty_alpha"), "contrastive search is another way to decode. Unset it,"),
+        (
+            more_than("penalty_alpha", 0),
+            show("penalty_alpha"),
+            "contrastive search is another way to decode. Unset it,",
+        ),
         (given("dola_layers"), show("dola_layers"), other),
-        (given("prompt_lookup_num_tokens"), show("prompt_lookup_num_tokens"), "tree_spec='ngram' does this as a tree. Unset it,"),
+        (
+            given("prompt_lookup_num_tokens"),
+            show("prompt_lookup_num_tokens"),
+            "tree_spec='ngram' does this as a tree. Unset it,",
+        ),
         (given("use_mtp"), show("use_mtp"), other),
         (given("assistant_early_exit"), show("assistant_early_exit"), other),
         (given("speculation_type"), show("speculation_type"), other),
@@ -84,7 +92,7 @@ def _refusals(config: Any) -> list[tuple[bool, str, str]]:
 def _is_set(config: Any, name: str) -> bool:
     """Whether an option differs from what transformers fills in by itself."""
     value = getattr(config, name, None)
-    defaults = getattr(config, "_get_default_generation_params", dict)()
+    defaults: dict[str, Any] = getattr(config, "_get_default_generation_params", dict)()
     fresh = getattr(type(config)(), name, None)
     return value is not None and value not in (defaults.get(name), fresh)
 
@@ -145,7 +153,15 @@ def check_assistant(target: Any, assistant_model: Any, tokenizer: Any = None, as
 
 
 # Arguments of `generate` that reach a decoding method and are handled by name.
-_HANDLED = ("attention_mask", "position_ids", "cache_position", "logits_to_keep", "use_cache", "inputs_embeds", "input_ids")
+_HANDLED = (
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "logits_to_keep",
+    "use_cache",
+    "inputs_embeds",
+    "input_ids",
+)
 # Consumed by the prompt's forward, besides what transformers itself lists.
 _PROMPT_ONLY = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes")
 
@@ -186,7 +202,9 @@ def check_model(model: PreTrainedModel, *, self_check: bool = True) -> None:
     """
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(f"{kind} is an encoder-decoder; tree_spec decodes decoder-only models. {_PLAIN_CALL}")
+        raise UnsupportedModelError(
+            f"{kind} is an encoder-decoder; tree_spec decodes decoder-only models. {_PLAIN_CALL}"
+        )
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{kind} carries a recurrent state, which cannot branch. {_PLAIN_CALL}")
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -268,7 +286,9 @@ def tree_error(model: PreTrainedModel) -> float:
     config = _compat.text_config(model)
     size, length = config.vocab_size, 2 + _unknown_window(config)
     text = [(7 * i + 11) % size for i in range(length)] + [t % size for t in (5, 23, 3)]  # root, last child, its child
-    decoys = [(t + 19) % size for t in range(4)]  # siblings before the second child, so that slots run ahead of positions
+    decoys = [
+        (t + 19) % size for t in range(4)
+    ]  # siblings before the second child, so that slots run ahead of positions
     tree = TokenTree([text[length], *decoys, text[length + 1], text[length + 2]], [-1, 0, 0, 0, 0, 0, 5])
     device = model.device
     ids = torch.tensor([text], device=device)

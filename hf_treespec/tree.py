@@ -80,7 +80,8 @@ class TokenTree:
     @classmethod
     def from_paths(cls, root: int, paths: Sequence[Sequence[int]]) -> TokenTree:
         """The trie of several continuations of the root; common prefixes become common nodes."""
-        tokens, parents, seen = [root], [-1], {}
+        tokens, parents = [root], [-1]
+        seen: dict[tuple[int, int], int] = {}
         for path in paths:
             node = 0
             for token in path:
@@ -99,9 +100,7 @@ class TokenTree:
 
         def padded(name: str, fill: float) -> NDArray[Any]:
             arrays = [getattr(tree, name) for tree in trees]
-            return np.concatenate(
-                [np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=fill) for a in arrays]
-            )
+            return np.concatenate([np.pad(a, ((0, 0), (0, width - a.shape[1])), constant_values=fill) for a in arrays])
 
         sizes = np.concatenate([tree.sizes for tree in trees])
         return cls(padded("tokens", 0), padded("parents", -1), padded("scores", 0), sizes)
@@ -137,7 +136,8 @@ class TokenTree:
     @cached_property
     def depths(self) -> IntArray:
         """(B, N), edges to the root; 0 for the root and for dead nodes."""
-        return self.ancestors.sum(-1, dtype=np.int64) - 1
+        depths: IntArray = self.ancestors.sum(-1, dtype=np.int64) - 1
+        return depths
 
     def child(self, node: int, token: int, row: int = 0) -> int | None:
         """The child of `node` that holds `token`, or None."""
@@ -146,7 +146,7 @@ class TokenTree:
 
     def path(self, node: int, row: int = 0) -> list[int]:
         """Node indices from the root (included) to `node`."""
-        return np.flatnonzero(self.ancestors[row, node]).tolist()
+        return [int(index) for index in np.flatnonzero(self.ancestors[row, node])]
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raises `TreeError` unless tokens are in the vocabulary and scores are falling probabilities."""
@@ -219,7 +219,8 @@ class TokenTree:
         order = np.arange(len(self))
         better = self.scores[:, None, :] > self.scores[:, :, None]
         tie = (self.scores[:, None, :] == self.scores[:, :, None]) & (order[None, :] < order[:, None])
-        return (same & (better | tie)).sum(-1, dtype=np.int64)
+        ranks: IntArray = (same & (better | tie)).sum(-1, dtype=np.int64)
+        return ranks
 
     def _select(self, row: int, nodes: IntArray) -> TokenTree:
         place = np.full(len(self) + 1, -1, np.int64)

@@ -28,7 +28,7 @@ import torch
 from transformers import PreTrainedModel
 
 from . import _compat, attention
-from .cache import TreeCache
+from .cache import TreeCache, TreeLayer
 from .tree import TokenTree
 
 # kinds of `config.layer_types` that hold no keys of their own
@@ -149,7 +149,8 @@ class Verifier:
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _mask(self, tree: TokenTree, start: int, kind: _Kind) -> torch.Tensor:
-        offset = self.cache.layers[kind.layer].offset
+        layer = self.cache.layers[kind.layer]
+        offset = layer.offset if isinstance(layer, TreeLayer) else 0
         slot = self.cache.lengths[:, None] + tree.depths  # (B, N) where each node would stand in the text
         query = slot[:, start:]
         hidden = ~(tree.ancestors[:, start:] & _in_reach(kind, query[:, :, None], slot[:, None, :]))

@@ -87,7 +87,7 @@ def emitted_law(p: dict[Prefix, np.ndarray], draft: Callable[[Prefix], TokenTree
         while pending:
             picker = _Enumerating(pending.pop())
             text = prefix
-            for token, _ in walker(verified(draft(prefix), prefix, p), picker, lambda: None):
+            for _, token, _ in walker(verified(draft(prefix), prefix, p), picker, lambda: None):
                 text += (token,)
                 if len(text) == LENGTH:
                     break
@@ -118,21 +118,21 @@ def test_enumerated_law_is_the_targets(seed: int) -> None:
 
 def _descends_to_the_likeliest(verified: Verified, picker: Any, prefix: Any) -> Any:
     """Planted: on a mismatch, the best child is taken instead of the target's own token."""
-    for token, child in walk(verified, picker, prefix):
+    for node, token, child in walk(verified, picker, prefix):
         if child is None and len(verified.tree) > 1:
             token = int(verified.tree.tokens[0, 1])
-        yield token, child
+        yield node, token, child
 
 
 def _stops_on_a_tie(verified: Verified, picker: Any, prefix: Any) -> Any:
     """Planted: a token that repeats the last one is drawn again from the root's row."""
     last = None
-    for token, child in walk(verified, picker, prefix):
+    for node, token, child in walk(verified, picker, prefix):
         if token == last:
             token = picker.pick(None, verified.logits[:, 0])
             child = None
         last = token
-        yield token, child
+        yield node, token, child
 
 
 @pytest.mark.parametrize("bug", [_descends_to_the_likeliest, _stops_on_a_tie])
@@ -181,7 +181,7 @@ def noisy_law(p: dict[Prefix, np.ndarray], *, coupled: bool, redraw: bool = Fals
             while len(text) < 2:
                 look = coupled and not text
                 tree = coupled_tree(noise.peek, p, text) if look else TokenTree.root_only(0)
-                for token, _ in walk(verified(tree, text, p), picker, lambda: torch.zeros(1, 0, dtype=torch.long)):
+                for _, token, _ in walk(verified(tree, text, p), picker, lambda: torch.zeros(1, 0, dtype=torch.long)):
                     text += (token,)
                     if len(text) == 2:
                         break
@@ -224,7 +224,7 @@ def sampled_counts(
             key = (text, tree.tokens.tobytes() + tree.parents.tobytes())
             if key not in rows:
                 rows[key] = verified(tree, text, p)
-            for token, _ in walk(rows[key], picker, lambda: torch.zeros(1, 0, dtype=torch.long)):
+            for _, token, _ in walk(rows[key], picker, lambda: torch.zeros(1, 0, dtype=torch.long)):
                 text += (token,)
                 if len(text) == LENGTH:
                     break
@@ -247,7 +247,7 @@ class _Unwarped(Picker):
 
     calls = 0
 
-    def pick(self, prefix: torch.Tensor, logits: torch.Tensor) -> int:
+    def pick(self, prefix: Any, logits: torch.Tensor) -> int:
         self.calls += 1
         return super().pick(prefix, logits * 0.8 if self.calls % 3 == 0 else logits)
 

@@ -93,7 +93,9 @@ def test_ngram_continues_a_copy_deeply() -> None:
 def test_ngram_holds_all_continuations_the_frequent_first() -> None:
     ids = [5, 6, 7, 1, 5, 6, 8, 2, 5, 6, 7, 3, 5, 6]
     tree = drafted(started(NgramDrafter(), ids), ids)
-    level = {int(t): float(s) for t, p, s in zip(tree.tokens[0], tree.parents[0], tree.scores[0], strict=True) if p == 0}
+    level = {
+        int(t): float(s) for t, p, s in zip(tree.tokens[0], tree.parents[0], tree.scores[0], strict=True) if p == 0
+    }
     assert set(level) >= {7, 8}
     assert level[7] > level[8]
     assert {(7, 1), (7, 3), (8, 2)} <= paths(tree)

@@ -44,7 +44,9 @@ def test_eos_anywhere_in_an_accepted_path_ends_where_plain_ends(llama: PreTraine
         cache = DynamicCache(config=llama.config)
         arguments = {**GREEDY, "eos_token_id": eos}
         expected = llama.generate(prompt(), **arguments)
-        ours = run(llama, prompt(), around(text, shape), streamer=recorder, **{_compat.cache_key(llama): cache}, **arguments)
+        ours = run(
+            llama, prompt(), around(text, shape), streamer=recorder, **{_compat.cache_key(llama): cache}, **arguments
+        )
         assert torch.equal(ours, expected)
         assert recorder.puts == [prompt()[0].tolist(), *([t] for t in expected[0, 12:].tolist())]
         assert recorder.ended == 1
@@ -251,9 +253,8 @@ def test_token_types_are_continued() -> None:
 
 def test_rotary_frequencies_that_change_with_length() -> None:
     """Trees stop before the position at which "dynamic" frequencies would change for the whole round."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from conftest import LLAMA
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
     arguments = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
@@ -364,7 +365,7 @@ def test_stream_gives_the_rounds_and_the_result(llama: PreTrainedModel) -> None:
     rounds = stream(llama, inputs=prompt(), tree_spec=around(text, "truth_last"), **GREEDY)
     records = list(rounds)
     assert [r.index for r in records] == list(range(len(records)))
-    assert sum((r.committed for r in records), []) == text[0, 12:].tolist()
+    assert [t for r in records for t in r.committed] == text[0, 12:].tolist()
     assert torch.equal(rounds.result, text)
     for r in records:
         assert r.path[0] == 0 and len(r.path) == len(r.committed)

@@ -272,7 +272,9 @@ BAD_VALUES: list[tuple[Any, type[TreeSpecError], str]] = [
 
 
 @pytest.mark.parametrize("value, kind, message", BAD_VALUES, ids=lambda v: str(v)[:40])
-def test_bad_values_name_themselves(llama: PreTrainedModel, value: Any, kind: type[TreeSpecError], message: str) -> None:
+def test_bad_values_name_themselves(
+    llama: PreTrainedModel, value: Any, kind: type[TreeSpecError], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         llama.generate(prompt(), tree_spec=value, **GREEDY)
 
@@ -291,9 +293,8 @@ def test_assistants_that_do_not_fit(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("size", [VOCAB + 3, VOCAB - 3])
 def test_vocabularies_that_differ_by_padding(llama: PreTrainedModel, size: int) -> None:
     """Tokens that only one of the two models has do not hurt; the text is the target's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     from conftest import LLAMA
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     small = LlamaForCausalLM(LlamaConfig(**{**LLAMA, "vocab_size": size})).eval()
@@ -332,7 +333,7 @@ def test_models_that_cannot_hold_trees_are_refused() -> None:
 
 def test_training_mode_with_dropout_is_refused() -> None:
     model = build("gpt2").train()  # attention and residual dropout of 0.1
-    with pytest.raises(UnsupportedModelError, match="model.eval"):
+    with pytest.raises(UnsupportedModelError, match=r"model\.eval"):
         model.generate(prompt(), tree_spec=True, **GREEDY)
     quiet = build("llama").train()  # no dropout anywhere
     assert torch.equal(quiet.generate(prompt(), tree_spec=True, **GREEDY), target("llama").generate(prompt(), **GREEDY))
@@ -367,7 +368,9 @@ def test_names_are_registered_once() -> None:
 
 
 @pytest.mark.parametrize("name", hf_treespec.drafter_names())
-def test_every_registered_drafter_keeps_its_contract(name: str, llama: PreTrainedModel, assistant: PreTrainedModel) -> None:
+def test_every_registered_drafter_keeps_its_contract(
+    name: str, llama: PreTrainedModel, assistant: PreTrainedModel
+) -> None:
     drafter = hf_treespec.make_drafter(name)
     extra = {"assistant_model": assistant} if drafter.uses_assistant_model else {}
     hf_treespec.check_drafter(drafter, llama, **extra)

@@ -11,7 +11,7 @@ import torch
 from conftest import SHAPES, VOCAB, adversary, around, prompt, run, target
 from transformers import LogitsProcessor, LogitsProcessorList
 
-# Every processor meets every model, drafter, attention and 50 seeds in the full matrix (HF_TREESPEC_FULL=1, 20 minutes);
+# Every processor meets every model, drafter, attention and 50 seeds in the full matrix (HF_TREESPEC_FULL=1);
 # by default the 50 seeds of each (model, drafter, attention) are dealt out among the processors.
 FULL = os.environ.get("HF_TREESPEC_FULL") == "1"
 SEEDS = 50

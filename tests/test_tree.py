@@ -31,8 +31,8 @@ def test_depths_ancestors_paths_and_children_agree_with_walking_up(seed: int) ->
         assert t.depths[0, node] == len(path) - 1
         assert np.flatnonzero(t.ancestors[0, node]).tolist() == path
         if node:
-            first = next(i for i in range(len(t)) if parents[i] == parents[node] and t.tokens[0, i] == t.tokens[0, node])
-            assert t.child(parents[node], int(t.tokens[0, node])) == first
+            twins = [i for i in range(len(t)) if parents[i] == parents[node] and t.tokens[0, i] == t.tokens[0, node]]
+            assert t.child(parents[node], int(t.tokens[0, node])) == twins[0]
     assert t.child(0, 99) is None
 
 

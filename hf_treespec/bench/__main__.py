@@ -24,7 +24,9 @@ def _arm(text: str) -> Arm:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m hf_treespec.bench", description=__doc__)
     parser.add_argument("data", help="Spec-Bench's question.jsonl")
-    parser.add_argument("--arm", action="append", type=_arm, help='NAME or NAME=JSON of tree_spec, e.g. t8={"max_nodes":8}')
+    parser.add_argument(
+        "--arm", action="append", type=_arm, help='NAME or NAME=JSON of tree_spec, e.g. t8={"max_nodes":8}'
+    )
     parser.add_argument("--tasks", default=",".join(TASKS), help="comma-separated")
     parser.add_argument("--prompts", type=int, default=4, help="of each task")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -54,7 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"hf_treespec.bench: {error}", file=sys.stderr)
         return 2
     rows = table(results)
-    print(f"{'task':15} {'arm':12} {'tok/round':>9} {'tok/s':>7} {'speed-up':>8} {'host ms':>8} {'draft ms':>8}  same text")
+    print(
+        f"{'task':15} {'arm':12} {'tok/round':>9} {'tok/s':>7} {'speed-up':>8} {'host ms':>8} {'draft ms':>8}  same text"
+    )
     for row in rows:
         print(
             f"{row['task']:15} {row['arm']:12} {row['tokens_per_round']:9.2f} {row['tokens_per_second']:7.1f} "

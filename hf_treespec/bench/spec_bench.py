@@ -109,7 +109,9 @@ def measure(
         shared: further arguments of `generate` for all arms, e.g. `do_sample=True`.
     """
     for arm in arms:  # first use: self-checks, threads, caches
-        _decode(arm.model or model, tokenizer, questions[0].text, seed, {**shared, **arm.arguments, "max_new_tokens": 4})
+        _decode(
+            arm.model or model, tokenizer, questions[0].text, seed, {**shared, **arm.arguments, "max_new_tokens": 4}
+        )
     for number, question in enumerate(questions):
         times: dict[str, list[float]] = {arm.name: [] for arm in arms}
         texts: dict[str, Any] = {}

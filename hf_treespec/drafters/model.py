@@ -95,12 +95,13 @@ class ModelDrafter(Drafter):
         """Keeps what the last waves computed for the accepted path; the rest of it is read in the next round."""
         kept: list[int] = []
         if self._slots:
-            node: int | None = 0
+            node = 0
             for token in commit.tokens[:-1]:  # the last one is the next root, which is read at the round's start
-                node = self._tree.child(node, token)
-                if node is None or node not in self._slots:
+                child = self._tree.child(node, token)
+                if child is None or child not in self._slots:
                     break
-                kept.append(self._slots[node])
+                kept.append(self._slots[child])
+                node = child
             self._cache.keep([[*range(self._slots[0] + 1), *kept]])
             self._slots = {}
         self._unread.extend(commit.tokens[len(kept) :])
