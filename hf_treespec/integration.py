@@ -116,7 +116,7 @@ def resolve(value: Any, assistant_model: PreTrainedModel | None = None) -> tuple
     config = TreeSpecConfig.from_value(value.value if stream else value)
     drafter = config.drafter
     if isinstance(drafter, str):
-        name = drafter if drafter != "auto" else "ngram" if assistant_model is None else "model"
+        name = drafter if drafter != "auto" else "union" if assistant_model is None else "model"
         drafter = make_drafter(name, **config.drafter_options)
     elif config.drafter_options:
         raise OptionError("drafter_options are for a drafter given by name; configure the Drafter itself.")

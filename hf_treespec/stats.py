@@ -27,7 +27,8 @@ class RoundRecord:
         tokens: (N,) int64, the verified tree's tokens; node 0 is the root, committed before.
         parents: (N,) int64, -1 for the root.
         scores: (N,) float32, the drafter's path scores.
-        path: nodes kept, root first; the last one is where the target left the tree (or decoding stopped).
+        path: for each committed token the node that it follows, root first: the nodes kept in the cache. A drafted token
+            on which decoding stopped is committed, but its own node is not here.
         committed: tokens that this round added to the text, in order.
         bonus: the target's own token at the end; None where decoding stopped on a drafted token.
         seconds: wall clock, by part: "draft", "verify" (the target's forward), "host" (all else).

@@ -180,10 +180,10 @@ class TokenTree:
         Scores fall along a path, so what is kept is a tree again.
         """
         small = len(self) <= max_nodes + 1 and int(self.depths.max()) <= max_depth
-        if small and (max_children >= len(self) or int(self._sibling_ranks.max()) < max_children):
+        if small and (max_children >= len(self) or int(self.sibling_ranks.max()) < max_children):
             return self
         keep = self.alive & (self.depths <= max_depth)
-        keep &= ~(self.ancestors & (self._sibling_ranks >= max_children)[:, None, :]).any(-1)
+        keep &= ~(self.ancestors & (self.sibling_ranks >= max_children)[:, None, :]).any(-1)
         # the least score on the path, so that no rounding lets a child outrank its parent; at equal scores the
         # stable order keeps parents first
         value = np.where(self.ancestors, self.scores[:, None, :], np.inf).min(-1)
@@ -213,7 +213,7 @@ class TokenTree:
         return TokenTree(tokens, parents, scores)
 
     @cached_property
-    def _sibling_ranks(self) -> IntArray:
+    def sibling_ranks(self) -> IntArray:
         """(B, N), how many siblings score better (or equal and stand before)."""
         same = (self.parents[:, :, None] == self.parents[:, None, :]) & (self.parents >= 0)[:, :, None]
         order = np.arange(len(self))

@@ -3,6 +3,8 @@
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
 from .model import ModelDrafter
 from .ngram import NgramDrafter
+from .recycling import RecyclingDrafter
+from .union import UnionDrafter
 
 __all__ = [
     "Budget",
@@ -12,6 +14,8 @@ __all__ = [
     "ModelDrafter",
     "NgramDrafter",
     "Prompt",
+    "RecyclingDrafter",
+    "UnionDrafter",
     "drafter_names",
     "make_drafter",
     "register_drafter",

@@ -34,11 +34,13 @@ class Budget:
         max_nodes: drafted nodes, the root not counted; at least 1 (a drafter is not asked for nothing).
         max_depth: drafted tokens on one path; never more than decoding could still commit.
         max_children: continuations of one node; 1 asks for a chain.
+        min_gain: tokens that another forward of the drafter's own model must promise to be worth its time.
     """
 
     max_nodes: int
     max_depth: int
     max_children: int
+    min_gain: float = 0.5  # OPT-Tree's default (Wang et al. 2024), where nothing was measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,11 +121,13 @@ class Drafter(abc.ABC):
         name: set by `register_drafter`; stands in statistics and messages.
         hidden_layers: indices into the target's `hidden_states` (0 is the embeddings) that `observe` needs; the loop
             then asks the target for hidden states.
+        forwards: of its own model in the last `draft`, so that a level's price can be measured; 0 for drafters without.
         uses_assistant_model: whether the call's `assistant_model` is for this drafter.
     """
 
     name: ClassVar[str] = "unnamed"
     hidden_layers: tuple[int, ...] = ()
+    forwards: int = 0
     uses_assistant_model: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -174,18 +178,28 @@ def drafter_names() -> list[str]:
     return sorted(_registry)
 
 
-def make_drafter(name: str, **options: Any) -> Drafter:
-    """A drafter by its registered name; `options` go to its constructor.
+def drafter_class(name: str) -> type[Drafter]:
+    """The class behind a registered name.
 
     Raises:
-        DrafterError: no such drafter, or options that its constructor does not take.
+        DrafterError: no such drafter.
     """
     known = drafter_names()
     if name not in _registry:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DrafterError(f"there is no drafter {name!r}; known are {', '.join(known)}.{hint}")
+    return _registry[name]
+
+
+def make_drafter(name: str, **options: Any) -> Drafter:
+    """A drafter by its registered name; `options` go to its constructor.
+
+    Raises:
+        DrafterError: no such drafter, or options that its constructor does not take.
+    """
+    kind = drafter_class(name)
     try:
-        return _registry[name](**options)
+        return kind(**options)
     except TypeError as error:
         raise DrafterError(f"drafter {name!r} does not take drafter_options={options!r}: {error}") from error

@@ -38,18 +38,18 @@ class ModelDrafter(Drafter):
     Args:
         model: the drafting model; by default the call's `assistant_model`.
         wave: nodes that one forward of the drafting model expands.
-        min_gain: another wave runs only while the nodes that it would expand hold this many expected tokens
-            (the sum of their path scores). A stand-in for the cost model: 0.5 is OPT-Tree's default.
+        min_gain: another wave runs only while the nodes that it would expand hold this many expected tokens (the sum of
+            their path scores). By default the budget says, from what a wave costs here.
     """
 
     uses_assistant_model = True
 
-    def __init__(self, model: PreTrainedModel | None = None, wave: int = 4, min_gain: float = 0.5) -> None:
+    def __init__(self, model: PreTrainedModel | None = None, wave: int = 4, min_gain: float | None = None) -> None:
         if not isinstance(wave, int) or wave < 1:
             raise DrafterError(f"wave={wave!r} must be a whole number of nodes, 1 or more.")
-        if not 0 <= min_gain <= 1:
+        if min_gain is not None and not 0 <= min_gain <= 1:
             raise DrafterError(f"min_gain={min_gain!r} must lie in 0 to 1 expected tokens.")
-        self.model, self.wave, self.min_gain = model, wave, float(min_gain)
+        self.model, self.wave, self.min_gain = model, wave, min_gain
 
     def start(self, prompt: Prompt) -> None:
         model = self.model or prompt.assistant_model
@@ -107,6 +107,7 @@ class ModelDrafter(Drafter):
         self._unread.extend(commit.tokens[len(kept) :])
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
+        self.forwards = 0
         if context.ids.shape[1] + budget.max_depth >= self._positions:  # beyond what the drafting model can read
             return TokenTree.root_only(context.last_token)
         with torch.no_grad(), tree_attention_on(self._model):
@@ -118,6 +119,7 @@ class ModelDrafter(Drafter):
 
     def forward(self, tokens: list[int], parents: list[int], start: int) -> torch.Tensor:
         """(n, V) logits of the fed nodes from `start` on; those before it are in the cache already."""
+        self.forwards += 1
         known = [t if t < self._vocabulary else 0 for t in tokens]
         return self._verifier.forward(TokenTree(known, parents), start).logits[0]
 
@@ -155,7 +157,8 @@ class _Growth:
             node = heapq.heappop(self.frontier)[1]
             if self.depths[node] < self.budget.max_depth:
                 wave.append(node)
-        return wave if sum(self.scores[n] for n in wave) >= self.drafter.min_gain else []
+        least = self.budget.min_gain if self.drafter.min_gain is None else self.drafter.min_gain
+        return wave if sum(self.scores[n] for n in wave) >= least else []
 
     def _feed(self, tokens: list[int], parents: list[int], nodes: list[int]) -> None:
         """One forward over `tokens` below the slots `parents`; the last of them are the tree's `nodes`."""

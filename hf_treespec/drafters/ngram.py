@@ -2,37 +2,32 @@
 
 The automaton (Blumer et al. 1985) holds every substring of the text; appending a token is O(1) amortised. The state of
 the longest suffix that occurred before is the last state's suffix link, and its transitions are all continuations of
-all its occurrences, already merged into one trie. Shorter suffixes follow along suffix links. A child's score blends
+all its occurrences, already merged into one trie. Shorter suffixes follow along suffix links. A token's chance blends
 them, the longest first, as prediction by partial matching does:
 
     p(c) = Σ_l  a(m_l) · Π_{j<l} (1 - a(m_j)) · count_l(c) / total_l
 
 where l runs over suffixes, m_l is the match length and a(m) the chance that a match of length m predicts the next
-token at all, counted while the text grows. The tree is grown best first by path score.
+token at all, counted while the text grows.
 
 Prompt lookup (Saxena 2023) is the chain of this; SAM decoding (Hu et al. 2024) uses the same automaton for chains.
 """
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 
 from ..errors import DrafterError
-from ..tree import TokenTree
-from .base import Budget, Commit, DraftContext, Drafter, Prompt, register_drafter
+from .base import Prompt, register_drafter
+from .source import MIN_SCORE, Odds, Source, SourceDrafter
 
-# Match lengths with their own a(m): 1, 2, 3, 4-5, 6-8, 9-15, 16 and more.
+# Match lengths with their own a(m): 1, 2, 3, 4-5, 6-8, 9-15, 16 and more. Priors: means over SmolLM2-135M's greedy
+# answers to instruction prompts, rounded.
 _LENGTHS = (1, 2, 3, 4, 6, 9, 16)
-# a(m) before anything is counted, and how many observations that is worth. Means of SmolLM2-135M's greedy answers to
-# instruction prompts, rounded.
 _PRIOR = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
-_PRIOR_WEIGHT = 8.0
 # Suffixes whose counts an appended token updates, and suffixes blended for one node: longer chains of suffix links
 # only occur in periodic text, where the long matches decide anyway.
 _COUNTED, _BLENDED = 16, 3
-# A path less likely than this is not worth a row in any cost model (a row costs over 1 % of a pass).
-_MIN_SCORE = 0.01
 
 
 class SuffixAutomaton:
@@ -69,6 +64,12 @@ class SuffixAutomaton:
             self.link[new] = target
         self.last = new
 
+    def step(self, state: int, token: int) -> int:
+        """The longest suffix of `state` + `token` that occurred, as a state; 0 if the token never did."""
+        while state >= 0 and token not in self.next[state]:
+            state = self.link[state]
+        return 0 if state < 0 else self.next[state][token]
+
     def _state(self, length: int) -> int:
         self.length.append(length)
         self.link.append(0)
@@ -95,8 +96,57 @@ class SuffixAutomaton:
         return clone
 
 
+class NgramSource(Source):
+    """States are states of the automaton over the text."""
+
+    def __init__(self, min_match: int = 1) -> None:
+        self.min_match = min_match
+        self.text = SuffixAutomaton()
+        self.odds = Odds(_PRIOR)
+
+    def read(self, token: int) -> None:
+        text = self.text
+        state = self.root()
+        for _ in range(_BLENDED):  # did each suffix that we would have asked predict this token?
+            if state <= 0:
+                break
+            self.odds.count(self._kind(state), token in text.next[state])
+            state = text.link[state]
+        text.append(token)
+
+    def root(self) -> int:
+        return self.text.link[self.text.last]
+
+    def step(self, state: int, token: int) -> int:
+        state = self.text.step(state, token)
+        # at the end of the text nothing has followed yet: go on with its longest suffix that occurred before
+        return self.text.link[state] if state == self.text.last else state
+
+    def guesses(self, state: int) -> dict[int, float]:
+        text = self.text
+        chances: dict[int, float] = {}
+        left = 1.0
+        for _ in range(_BLENDED):
+            if state <= 0 or text.length[state] < self.min_match:
+                break
+            counts = text.count[state]
+            if counts:
+                trust = self.odds[self._kind(state)]
+                share = left * trust / sum(counts.values())
+                for token, count in counts.items():
+                    chances[token] = chances.get(token, 0.0) + share * count
+                left *= 1.0 - trust
+                if left < MIN_SCORE:
+                    break
+            state = text.link[state]
+        return chances
+
+    def _kind(self, state: int) -> int:
+        return bisect_right(_LENGTHS, self.text.length[state]) - 1
+
+
 @register_drafter("ngram")
-class NgramDrafter(Drafter):
+class NgramDrafter(SourceDrafter):
     """Drafts what followed the longest repeated suffixes of prompt and output.
 
     Args:
@@ -108,72 +158,5 @@ class NgramDrafter(Drafter):
             raise DrafterError(f"min_match={min_match!r} must be a whole number of tokens, 1 or more.")
         self.min_match = min_match
 
-    def start(self, prompt: Prompt) -> None:
-        self._text = SuffixAutomaton()
-        self._hits = [a * _PRIOR_WEIGHT for a in _PRIOR]
-        self._tries = [_PRIOR_WEIGHT] * len(_PRIOR)
-        for token in prompt.ids[0].tolist():
-            self._read(token)
-
-    def observe(self, commit: Commit) -> None:
-        for token in commit.tokens:
-            self._read(token)
-
-    def _read(self, token: int) -> None:
-        text = self._text
-        state = text.link[text.last] if text.last else 0
-        for _ in range(_BLENDED):  # did each suffix that we would have asked predict this token?
-            if state <= 0:
-                break
-            bucket = bisect_right(_LENGTHS, text.length[state]) - 1
-            self._tries[bucket] += 1
-            self._hits[bucket] += token in text.next[state]
-            state = text.link[state]
-        text.append(token)
-
-    def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
-        tokens, parents, scores = [context.last_token], [-1], [1.0]
-        text = self._text
-        frontier: list[tuple[float, int, int, int, int]] = []  # (-score, order, parent, token, state)
-        depth = [0]
-        self._expand(frontier, 0, 1.0, text.link[text.last], budget.max_children)
-        while frontier and len(tokens) <= budget.max_nodes:
-            negative, _, parent, token, state = heapq.heappop(frontier)
-            node = len(tokens)
-            tokens.append(token)
-            parents.append(parent)
-            scores.append(-negative)
-            depth.append(depth[parent] + 1)
-            if depth[node] < budget.max_depth:
-                if state == text.last:  # the end of the text: go on with its longest suffix that occurred before
-                    state = text.link[state]
-                self._expand(frontier, node, -negative, state, budget.max_children)
-        return TokenTree(tokens, parents, scores)
-
-    def _expand(
-        self, frontier: list[tuple[float, int, int, int, int]], node: int, score: float, state: int, children: int
-    ) -> None:
-        """Puts the likeliest continuations of `state` on the frontier, as children of `node`."""
-        text = self._text
-        chance: dict[int, float] = {}
-        target: dict[int, int] = {}
-        left = score
-        for _ in range(_BLENDED):
-            if state <= 0 or text.length[state] < self.min_match:
-                break
-            counts = text.count[state]
-            if counts:
-                bucket = bisect_right(_LENGTHS, text.length[state]) - 1
-                trust = self._hits[bucket] / self._tries[bucket]
-                share = left * trust / sum(counts.values())
-                for token, count in counts.items():
-                    chance[token] = chance.get(token, 0.0) + share * count
-                    target.setdefault(token, text.next[state][token])  # the longest context goes on
-                left *= 1.0 - trust
-                if left < _MIN_SCORE:
-                    break
-            state = text.link[state]
-        best = heapq.nlargest(children, chance, key=chance.__getitem__) if len(chance) > children else chance
-        for token in best:
-            if chance[token] >= _MIN_SCORE:
-                heapq.heappush(frontier, (-chance[token], len(frontier) + node * 65536, node, token, target[token]))
+    def sources(self, prompt: Prompt) -> list[Source]:
+        return [NgramSource(self.min_match)]

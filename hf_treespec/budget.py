@@ -1,0 +1,282 @@
+"""What a tree costs here, what its nodes are worth, and when to decode plainly.
+
+    expected tokens of a round with n nodes        1 + S(n),   S(n) = sum of the n best calibrated path scores
+    its price                                      T(1 + n)    rows of one target forward, host included
+    what a second is worth                         ρ           tokens per second of the rounds so far
+    chosen n                                       argmax  S(n) - ρ · (T(1 + n) - T(1));   0 decodes plainly
+
+which is "add a node while its path score is above its marginal price" for any shape of T, flat (a GPU), linear (a CPU) or
+a staircase (kernels that switch). T is measured from the rounds themselves (`CostModel`), path scores are corrected by
+what happened to earlier ones (`Calibration`), and an account bounds what bad drafts may cost (`Sizer.balance`).
+
+Nothing here can change the text: a tree is only cut. It knows nothing of models, caches or how trees are drafted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import threading
+from collections import deque
+
+import numpy as np
+
+from .drafters.base import Budget
+from .tree import FloatArray, TokenTree
+
+# Samples kept of each number of rows. The median of 15 ignores seven outliers and follows a machine that changes.
+SAMPLES = 15
+# T(n) / T(1) where nothing is measured yet: a little dearer for each row, so that trees are tried and then measured.
+PRIOR_SLOPE = 0.05
+# The account: in plain rounds. It starts with one, and each token earns a little, so that drafts which never help cost
+# about 1 + 0.015 · tokens plain rounds: 2 % of 256 tokens, 4.6 % of 32. Gains are saved up to a limit.
+FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.015, 30.0
+# Tokens over which the rate ρ is averaged.
+RATE_HORIZON = 64.0
+
+
+class CostModel:
+    """Seconds of a round, drafting left out, by rows of its forward and cached tokens. Shared by all calls on a target.
+
+    Robust (medians), monotone in rows (pool adjacent violators), interpolated between measured sizes, and corrected for
+    the context's length by one slope that is fitted to all samples.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[tuple[int, float]]] = {}
+        self._medians: dict[int, float] = {}  # at zero context
+        self._slope = 0.0  # a cached token adds this share
+        self._since_fit = 0
+        self._lock = threading.Lock()
+
+    def observe(self, rows: int, context: int, seconds: float) -> None:
+        """One round: a forward of `rows` on top of `context` cached tokens took `seconds`."""
+        with self._lock:
+            samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
+            samples.append((context, seconds))
+            self._medians[rows] = self._median(rows)
+            self._since_fit += 1
+            if self._since_fit >= 64:
+                self._fit_slope()
+
+    def measured(self) -> dict[int, int]:
+        """Rows that were measured, and how often (at most `SAMPLES`)."""
+        with self._lock:
+            return {rows: len(samples) for rows, samples in sorted(self._samples.items())}
+
+    def curve(self, most: int, context: int) -> FloatArray:
+        """(most + 1,) seconds by rows; index 0 repeats one row."""
+        with self._lock:
+            rows = sorted(self._medians)
+            seconds = [self._medians[n] for n in rows]
+            weights = [float(len(self._samples[n])) for n in rows]
+        if not rows:
+            return np.zeros(most + 1, np.float32)
+        known = _monotone(seconds, weights)
+        if len(rows) == 1:
+            slope = PRIOR_SLOPE * known[0]
+        else:  # beyond what was measured it goes on as steeply as it has risen, at the end or on the whole
+            slope = max((known[-1] - known[-2]) / (rows[-1] - rows[-2]), (known[-1] - known[0]) / (rows[-1] - rows[0]))
+        at = np.arange(most + 1)
+        curve = np.interp(at, rows, known) + np.maximum(0, at - rows[-1]) * slope
+        return (curve * (1 + self._slope * context)).astype(np.float32)
+
+    def to_dict(self) -> dict[str, list[list[float]]]:
+        """The samples, ready for JSON."""
+        with self._lock:
+            return {str(rows): [[c, s] for c, s in samples] for rows, samples in self._samples.items()}
+
+    def load(self, data: dict[str, list[list[float]]]) -> None:
+        """Takes samples from `to_dict` as if they had been observed."""
+        for rows, samples in data.items():
+            for context, seconds in samples:
+                self.observe(int(rows), int(context), float(seconds))
+
+    def _median(self, rows: int) -> float:
+        return statistics.median(s / (1 + self._slope * c) for c, s in self._samples[rows])
+
+    def _fit_slope(self) -> None:
+        """The slope under which samples of one size agree best, whatever their context."""
+        self._since_fit = 0
+        groups = [np.array(s) for s in self._samples.values() if len({c for c, _ in s}) > 2]
+        if not groups:
+            return
+
+        def disagreement(slope: float) -> float:
+            logs = [np.log(g[:, 1] / (1 + slope * g[:, 0])) for g in groups]
+            return float(sum(np.abs(log - np.median(log)).sum() for log in logs))
+
+        self._slope = min((0.0, *np.geomspace(1e-6, 1e-2, 33)), key=disagreement)
+        self._medians = {rows: self._median(rows) for rows in self._samples}
+
+
+def _monotone(values: list[float], weights: list[float]) -> list[float]:
+    """Isotonic regression (pool adjacent violators): the rising sequence nearest to `values`."""
+    blocks: list[list[float]] = []  # value, weight, count
+    for value, weight in zip(values, weights, strict=True):
+        blocks.append([value, weight, 1])
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (v2, w2, n2), (v1, w1, n1) = blocks.pop(), blocks.pop()
+            blocks.append([(v1 * w1 + v2 * w2) / (w1 + w2), w1 + w2, n1 + n2])
+    return [value for value, _, count in blocks for _ in range(int(count))]
+
+
+class Calibration:
+    """From a drafter's edge scores to chances: logistic in the score's logit, for first, second and later siblings.
+
+        a = σ(w + v · logit q),  v > 0
+
+    Strictly rising, so that it never reorders siblings of a rank. Labels are the edges below nodes that the target
+    reached: the child was its own token, or not. Damped Newton with a pull towards (0, 1), i.e. towards believing the
+    drafter; old labels fade.
+    """
+
+    RANKS = 3
+    _KEPT, _EVERY, _STEPS = 256, 24, 4
+    _PULL = np.diag([1.0, 4.0])
+
+    def __init__(self) -> None:
+        self.parameters = np.tile(np.array([0.0, 1.0]), (self.RANKS, 1))
+        self._labels: list[deque[tuple[float, float]]] = [deque(maxlen=self._KEPT) for _ in range(self.RANKS)]
+        self._new = 0
+
+    def chances(self, scores: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """Chances of edges, given their scores (any shape) and sibling ranks (0 is the best)."""
+        w, v = self.parameters[np.minimum(ranks, self.RANKS - 1)].T if scores.ndim == 1 else (None, None)
+        assert w is not None and v is not None
+        return np.asarray(1 / (1 + np.exp(-(w + v * _logit(scores)))))
+
+    def observe(self, scores: np.ndarray, ranks: np.ndarray, hits: np.ndarray) -> None:
+        """Edges below reached nodes, and whether each was the target's own token."""
+        for x, rank, hit in zip(_logit(scores).tolist(), ranks.tolist(), hits.tolist(), strict=True):
+            self._labels[min(rank, self.RANKS - 1)].append((x, float(hit)))
+        self._new += len(scores)
+        few = sum(map(len, self._labels)) < 4 * self._EVERY  # learn fast while little is known
+        if self._new >= (4 if few else self._EVERY):
+            self._new = 0
+            for rank in range(self.RANKS):
+                self._fit(rank)
+
+    def _fit(self, rank: int) -> None:
+        labels = np.array(self._labels[rank])
+        if not len(labels):
+            return
+        x, y = labels.T
+        features = np.stack([np.ones_like(x), x], 1)
+        weight = 0.995 ** np.arange(len(x))[::-1]
+        theta, prior = self.parameters[rank].copy(), np.array([0.0, 1.0])
+        for _ in range(self._STEPS):
+            a = 1 / (1 + np.exp(-(features @ theta)))
+            gradient = features.T @ (weight * (y - a)) - self._PULL @ (theta - prior)
+            curvature = (features.T * (weight * np.maximum(a * (1 - a), 0.02))) @ features + self._PULL
+            theta = theta + np.clip(np.linalg.solve(curvature, gradient), -2, 2)
+            theta = np.clip(theta, [-8.0, 0.1], [8.0, 3.0])
+        self.parameters[rank] = theta
+
+
+def _logit(q: np.ndarray) -> np.ndarray:
+    q = np.clip(q, 1e-3, 1 - 1e-3)
+    return np.asarray(np.log(q / (1 - q)))
+
+
+@dataclasses.dataclass
+class Sizer:
+    """Decides the size of each round of a call. Its knowledge outlives the call; see `knowledge_of`.
+
+    Attributes:
+        costs: of the target.
+        calibration: of the drafter on this target.
+        balance: what drafting may still lose, in plain rounds. A round that drafts pays its price and earns its tokens.
+        rate: ρ, tokens per second.
+        level_seconds: one forward of the drafter's own model; 0 for drafters without.
+    """
+
+    costs: CostModel
+    calibration: Calibration = dataclasses.field(default_factory=Calibration)
+    balance: float = FIRST_BALANCE
+    rate: float = 0.0
+    level_seconds: float = 0.0
+
+    def begin(self) -> None:
+        """A new call: whatever was lost before, it may be tried again."""
+        self.balance = max(self.balance, FIRST_BALANCE)
+
+    def budget(self, limits: Budget, context: int) -> Budget:
+        """What the drafter may do this round; no nodes where the round is to be plain."""
+        plain_rounds = self.costs.measured().get(1, 0)
+        if plain_rounds < 2:  # everything is compared with plain decoding: measure it first
+            return dataclasses.replace(limits, max_nodes=0)
+        curve = self.costs.curve(limits.max_nodes + 1, context)
+        level = self.level_seconds / float(curve[1])
+        least = float(curve[2] / curve[1]) - 1 + level
+        if self.balance < least:
+            return dataclasses.replace(limits, max_nodes=0)
+        depth = limits.max_depth
+        if level:  # levels that the account can pay, should all of them be in vain
+            depth = max(1, min(depth, int((self.balance - least) / level) + 1))
+        return dataclasses.replace(limits, max_depth=depth, min_gain=min(0.9, self._rate(curve) * self.level_seconds))
+
+    def cut(self, tree: TokenTree, context: int, drafted_seconds: float) -> TokenTree:
+        """The part of a tree (one row) that is worth its rows here; its scores become calibrated path scores."""
+        tree = self.calibrated(tree)
+        most = len(tree) - 1
+        if most == 0:
+            return tree
+        best = np.sort(tree.scores[0, 1:])[::-1]
+        curve = self.costs.curve(most + 1, context)
+        price = curve[2:] - curve[1]  # of 1, 2, ... nodes
+        gain = np.cumsum(best) - self._rate(curve) * price
+        gain[price + drafted_seconds > max(self.balance, 0.0) * curve[1]] = -np.inf  # all of it may be in vain
+        nodes = int(np.argmax(gain)) + 1 if gain.max() > 0 else 0
+        return tree.prune(nodes, most, most)
+
+    def calibrated(self, tree: TokenTree) -> TokenTree:
+        """The same tree with path scores as the calibration sees them."""
+        edges, ranks = _edges(tree)
+        logs = np.zeros(len(tree))
+        logs[1:] = np.log(self.calibration.chances(edges, ranks))
+        return TokenTree(tree.tokens, tree.parents, np.exp(tree.ancestors[0] @ logs).astype(np.float32))
+
+    def learn(self, drafted: TokenTree, path: list[int], tokens: list[int]) -> None:
+        """What the target said to a drafted tree, with the drafter's own scores.
+
+        Args:
+            path: nodes that the target reached (indices of `drafted`, root first).
+            tokens: the target's token after each of them.
+        """
+        edges, ranks = _edges(drafted)
+        parents, children = drafted.parents[0, 1:], drafted.tokens[0, 1:]
+        for node, token in zip(path, tokens, strict=True):
+            below = parents == node
+            if below.any():
+                self.calibration.observe(edges[below], ranks[below], children[below] == token)
+
+    def account(self, rows: int, context: int, committed: int, drafting: float, seconds: float, forwards: int) -> None:
+        """A round is over.
+
+        Args:
+            rows: of its forward. context: tokens cached before it. committed: tokens it gave.
+            drafting: seconds spent in the drafter. seconds: of the whole round.
+            forwards: of the drafter's own model.
+        """
+        self.costs.observe(rows, context, seconds - drafting)
+        plain = float(self.costs.curve(1, context)[1])
+        if rows > 1 or forwards:
+            self.balance += committed - seconds / plain
+        self.balance = min(self.balance + INTEREST * committed, MOST_BALANCE)
+        if forwards:
+            new = drafting / forwards
+            self.level_seconds = new if not self.level_seconds else 0.8 * self.level_seconds + 0.2 * new
+        share = min(1.0, committed / RATE_HORIZON)
+        self.rate = (1 - share) * self._rate(np.array([plain, plain])) + share * committed / seconds
+
+    def _rate(self, curve: np.ndarray) -> float:
+        """Tokens per second: what the last rounds gave, and at least what plain decoding gives."""
+        return max(self.rate, 1.0 / float(curve[1]))
+
+
+def _edges(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
+    """Scores (N - 1,) of the edges above each node but the root, and the nodes' ranks among their siblings."""
+    scores, parents = tree.scores[0], tree.parents[0, 1:]
+    edges = scores[1:] / np.maximum(scores[parents], 1e-9)
+    return np.clip(edges, 0.0, 1.0), tree.sibling_ranks[0, 1:]

@@ -1,0 +1,248 @@
+"""The command `hf-treespec`: demo · generate · drafters.
+
+`demo` decodes one prompt plainly, as a chain and as a tree: see `hf_treespec.demo`.
+`generate` streams a text to stdout, and nothing else there.
+
+Exit status: 0; 1 texts differ that must not; 2 a mistake of the caller's, in one line on stderr; 130 interrupted.
+
+It refuses to know how trees are made and verified: it calls what any user of the library would, and hands records to
+`terminal`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import inspect
+import json
+import os
+import sys
+import time
+from typing import Any, NoReturn
+
+import torch
+
+from . import __version__, demo, terminal
+from .demo_model import HUB_ID
+from .drafters import base as drafters
+from .errors import TreeSpecError
+from .integration import resolve
+from .loading import Loaded, UserError, load, quiet_libraries
+from .streaming import stream
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line; returns its exit status."""
+    for out in (sys.stdout, sys.stderr):  # a model's text may hold what the terminal's encoding does not
+        if hasattr(out, "reconfigure"):
+            out.reconfigure(errors="backslashreplace")
+    parser = build_parser()
+    try:
+        args = parser.parse_args(argv)
+        if args.command is None:
+            parser.print_help()
+            return 0
+        with quiet_libraries():
+            return int(args.command(args))
+    except (UserError, TreeSpecError) as error:
+        return _complain(str(error), 2)
+    except torch.OutOfMemoryError as error:
+        return _complain(f"out of memory: {error}", 2)
+    except KeyboardInterrupt:
+        _progress("")  # the terminal has just shown ^C
+        return _complain("interrupted", 130)
+    except BrokenPipeError:  # the reader has gone, as `head` does; nothing may be flushed into the pipe at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _complain(message: str, status: int) -> int:
+    print("hf-treespec:", terminal.inert(" ".join(message.split())), file=sys.stderr)
+    return status
+
+
+def _progress(message: str) -> None:
+    """For somebody who waits at a terminal."""
+    if sys.stderr.isatty():
+        print(message, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- options
+
+
+class Parser(argparse.ArgumentParser):
+    """An `ArgumentParser` whose complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message} (see {self.prog} --help)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="hf-treespec", description="Tree speculative decoding: the same text in fewer forward passes.")
+    parser.add_argument("--version", action="version", version=f"hf-treespec {__version__}")
+    parser.set_defaults(command=None)
+    commands = parser.add_subparsers(title="commands", parser_class=Parser, metavar="COMMAND")
+
+    shown = commands.add_parser("demo", help="one prompt decoded plainly, as a chain and as a tree, side by side")
+    shown.set_defaults(command=run_demo)
+    shown.add_argument("prompt", nargs="?", type=_prompt, default=demo.PROMPT, help="default: a text with typos to fix")
+    shown.add_argument("--repeats", type=_number(int, 1), default=1, metavar="N", help="time each arm N times: medians")
+    shown.add_argument("--speed", type=_number(float, 0.01), default=1.0, metavar="X", help="X times as fast a replay")
+    shown.add_argument("--no-animation", action="store_true", help="do not replay the rounds")
+    shown.add_argument("--plain", action="store_true", help="no colours, no redrawing (implied where not a terminal)")
+
+    generate = commands.add_parser("generate", help="stream a text to stdout")
+    generate.set_defaults(command=run_generate)
+    generate.add_argument("prompt", type=_prompt)
+    generate.add_argument(
+        "--temperature", type=_number(float, 0), default=0.0, metavar="T", help="0 (default): greedy, no sampling"
+    )
+    generate.add_argument("--top-p", type=_number(float, 0, 1), metavar="P", help="sampling: the likeliest, up to P")
+    generate.add_argument("--top-k", type=_number(int, 1), metavar="K", help="sampling: the K likeliest tokens")
+    generate.add_argument(
+        "--seed", type=_number(int, 0, 2**63 - 1), metavar="N", help="the same seed gives the same text"
+    )
+
+    for command in (shown, generate):
+        _add_common(command)
+    names = commands.add_parser("drafters", help="list who can draft")
+    names.set_defaults(command=run_drafters)
+    return parser
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model")
+    model.add_argument("--model", metavar="ID_OR_PATH", help=f"a causal language model; default: {HUB_ID}, embedded")
+    model.add_argument("--raw", action="store_true", help="the prompt as it stands, without the chat template")
+    model.add_argument("--device", help="cpu, cuda, cuda:1, mps; default: cuda where there is one, else cpu")
+    model.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        help="default: bfloat16 on cuda, else float32; auto: the checkpoint's",
+    )
+    model.add_argument("--nf4", action="store_true", help="4-bit weights by bitsandbytes")
+    model.add_argument("--threads", type=_number(int, 1), metavar="N", help="torch's CPU threads")
+    tree = parser.add_argument_group("tree")
+    tree.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
+    tree.add_argument("--assistant-model", metavar="ID_OR_PATH", help="a small model that drafts")
+    tree.add_argument("--max-nodes", type=int, metavar="N", help="guesses a round at most")
+    tree.add_argument("--max-depth", type=int, metavar="N", help="guesses on one path at most")
+    tree.add_argument("--max-children", type=int, metavar="N", help="guesses for one place at most")
+    parser.add_argument("--max-new-tokens", type=_number(int, 1), default=128, metavar="N", help="default: 128")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else")
+    parser.add_argument("--rounds", action="store_true", help="as --json, with every round's record")
+
+
+def _number(kind: type, low: float, high: float | None = None) -> Any:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if not (low <= value < float("inf") if high is None else low <= value <= high):
+            span = f"{low} or more" if high is None else f"{low} to {high}"
+            raise argparse.ArgumentTypeError(f"{text} is out of range; give {span}")
+        return value
+
+    parse.__name__ = "whole number" if kind is int else "number"  # argparse names it in its complaint
+    return parse
+
+
+def _prompt(text: str) -> str:
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty; give some text")
+    if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # bytes that the shell handed over
+        raise argparse.ArgumentTypeError(f"{text!r} is not text in {sys.getfilesystemencoding()}")
+    return text
+
+
+def tree_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What is to stand after `tree_spec=`, checked before a model is loaded."""
+    names = ("drafter", "max_nodes", "max_depth", "max_children")
+    options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    resolve(options)
+    return options
+
+
+def load_named(args: argparse.Namespace) -> Loaded:
+    """The models that the options name."""
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    _progress(f"loading {args.model or HUB_ID} ...")
+    return load(args.model, assistant=args.assistant_model, device=args.device, dtype=args.dtype, nf4=args.nf4)
+
+
+# ---------------------------------------------------------------- commands
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    screen = pick_screen(args)
+    options = tree_options(args)
+    loaded = load_named(args)
+    inputs, machine = loaded.inputs(args.prompt, args.raw), loaded.machine()
+    arms = demo.make_arms(options, loaded.assistant)
+    demo.measure(arms, loaded.model, inputs, args.max_new_tokens, args.repeats, say=_progress)
+    facts = {"prompt": args.prompt, "model": loaded.name, "machine": machine, "repeats": args.repeats}
+    if screen is None:
+        print(json.dumps(demo.document(arms, loaded.tokenizer, facts, rounds=args.rounds), indent=2))
+    else:
+        demo.show(arms, loaded.tokenizer, facts, screen, speed=None if args.no_animation else args.speed)
+    if demo.same_text(arms) or machine["dtype"] != "float32":
+        return 0
+    different = ", ".join(f"{arm.name} at token {arm.first_difference}" for arm in arms if not arm.same_text)
+    return _complain(f"THE TEXTS DIFFER: {different}. In float32 that is a bug of hf_treespec; please report it.", 1)
+
+
+def pick_screen(args: argparse.Namespace) -> terminal.Screen | None:
+    """Where the demo is shown; None for JSON."""
+    if args.json or args.rounds:
+        return None
+    if args.plain or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return terminal.PlainScreen()
+    if importlib.util.find_spec("rich") is None:
+        raise UserError("the drawn demo needs rich: pip install hf-treespec[demo]  (or run it with --plain)")
+    return terminal.RichScreen()
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    sampling = {name: value for name in ("top_p", "top_k") if (value := getattr(args, name)) is not None}
+    if args.temperature:
+        sampling |= {"do_sample": True, "temperature": args.temperature}
+    elif sampling:
+        raise UserError(f"--{next(iter(sampling)).replace('_', '-')} is for sampling; give a --temperature above 0")
+    else:
+        sampling = {"do_sample": False}
+    options = tree_options(args)
+    loaded = load_named(args)
+    inputs = loaded.inputs(args.prompt, args.raw)
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    if loaded.assistant is not None:
+        sampling["assistant_model"] = loaded.assistant
+    began = time.perf_counter()
+    rounds = stream(loaded.model, tree_spec=options, **inputs, **sampling, max_new_tokens=args.max_new_tokens)
+    text = terminal.Detokenizer(loaded.tokenizer)
+    as_json = args.json or args.rounds
+    safe = terminal.inert if sys.stdout.isatty() else str
+    for record in rounds:
+        new = text.add(record.committed)
+        if new and not as_json:
+            print(safe(new), end="", flush=True)
+    rest, seconds, stats = text.end(), time.perf_counter() - began, rounds.stats
+    if as_json:
+        numbers = {"seconds": seconds, "tokens_per_second": stats.committed / seconds}
+        facts = {"prompt": args.prompt, "model": loaded.name, "machine": loaded.machine(), "text": text.text}
+        print(json.dumps({**facts, **numbers, "stats": stats.to_dict(rounds=args.rounds)}, indent=2))
+    else:
+        print(safe(rest), flush=True)
+    print(
+        f"{stats.committed} tokens in {stats.rounds} rounds after the prompt's, {stats.tokens_per_round:.2f} tokens "
+        f"per round, {stats.committed / seconds:.1f} tokens/s with the prompt ({stats.drafter} drafts)",
+        file=sys.stderr,
+    )
+    return 0
+
+
+def run_drafters(args: argparse.Namespace) -> int:
+    names = drafters.drafter_names()
+    for name in names:
+        document = inspect.getdoc(drafters.drafter_class(name)) or ""
+        print(f"{name:<{max(map(len, names))}}  {document.split(chr(10), 1)[0]}".rstrip())
+    return 0
