@@ -16,6 +16,8 @@ from .drafters import (
     ModelDrafter,
     NgramDrafter,
     Prompt,
+    RecyclingDrafter,
+    UnionDrafter,
     drafter_names,
     make_drafter,
     register_drafter,
@@ -30,6 +32,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .integration import disable, enable
+from .packing import pack
 from .reference import ScriptedDrafter, check_drafter
 from .stats import DecodeStats, RoundRecord
 from .streaming import Stream, stream
@@ -47,6 +50,7 @@ __all__ = [
     "NgramDrafter",
     "OptionError",
     "Prompt",
+    "RecyclingDrafter",
     "RoundRecord",
     "ScriptedDrafter",
     "Stream",
@@ -54,6 +58,7 @@ __all__ = [
     "TreeError",
     "TreeSpecConfig",
     "TreeSpecError",
+    "UnionDrafter",
     "UnsupportedArgumentError",
     "UnsupportedModelError",
     "check_drafter",
@@ -62,6 +67,7 @@ __all__ = [
     "drafter_names",
     "enable",
     "make_drafter",
+    "pack",
     "register_drafter",
     "stream",
 ]

@@ -17,20 +17,24 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import threading
+import weakref
 from collections import deque
 
 import numpy as np
+import torch
+from transformers import PreTrainedModel
 
+from . import attention
 from .drafters.base import Budget
 from .tree import FloatArray, TokenTree
 
-# Samples kept of each number of rows. The median of 15 ignores seven outliers and follows a machine that changes.
-SAMPLES = 15
+# Samples kept of each number of rows: the median ignores outliers, and old samples make room for new ones.
+SAMPLES = 41
 # T(n) / T(1) where nothing is measured yet: a little dearer for each row, so that trees are tried and then measured.
 PRIOR_SLOPE = 0.05
-# The account: in plain rounds. It starts with one, and each token earns a little, so that drafts which never help cost
-# about 1 + 0.015 · tokens plain rounds: 2 % of 256 tokens, 4.6 % of 32. Gains are saved up to a limit.
-FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.015, 30.0
+# The account, in plain rounds. Drafting goes on while it is above zero, and each token earns a little, so that drafts which
+# never help cost about FIRST_BALANCE + INTEREST · tokens and one round more: 2 to 3 % of 256 tokens. Gains are saved.
+FIRST_BALANCE, INTEREST, MOST_BALANCE = 0.75, 0.012, 30.0
 # Tokens over which the rate ρ is averaged.
 RATE_HORIZON = 64.0
 
@@ -133,44 +137,45 @@ class Calibration:
 
     RANKS = 3
     _KEPT, _EVERY, _STEPS = 256, 24, 4
-    _PULL = np.diag([1.0, 4.0])
+    _PULL, _BOUNDS = (0.5, 2.0), ((-8.0, 8.0), (0.1, 3.0))
 
     def __init__(self) -> None:
         self.parameters = np.tile(np.array([0.0, 1.0]), (self.RANKS, 1))
+        self._lock = threading.Lock()
         self._labels: list[deque[tuple[float, float]]] = [deque(maxlen=self._KEPT) for _ in range(self.RANKS)]
         self._new = 0
 
     def chances(self, scores: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """Chances of edges, given their scores (any shape) and sibling ranks (0 is the best)."""
-        w, v = self.parameters[np.minimum(ranks, self.RANKS - 1)].T if scores.ndim == 1 else (None, None)
-        assert w is not None and v is not None
+        """(n,) chances of edges, given their scores (n,) and sibling ranks (n,) (0 is the best)."""
+        w, v = self.parameters[np.minimum(ranks, self.RANKS - 1)].T
         return np.asarray(1 / (1 + np.exp(-(w + v * _logit(scores)))))
 
     def observe(self, scores: np.ndarray, ranks: np.ndarray, hits: np.ndarray) -> None:
         """Edges below reached nodes, and whether each was the target's own token."""
-        for x, rank, hit in zip(_logit(scores).tolist(), ranks.tolist(), hits.tolist(), strict=True):
-            self._labels[min(rank, self.RANKS - 1)].append((x, float(hit)))
-        self._new += len(scores)
-        few = sum(map(len, self._labels)) < 4 * self._EVERY  # learn fast while little is known
-        if self._new >= (4 if few else self._EVERY):
-            self._new = 0
-            for rank in range(self.RANKS):
-                self._fit(rank)
+        with self._lock:
+            for x, rank, hit in zip(_logit(scores).tolist(), ranks.tolist(), hits.tolist(), strict=True):
+                self._labels[min(rank, self.RANKS - 1)].append((x, float(hit)))
+            self._new += len(scores)
+            few = sum(map(len, self._labels)) < 4 * self._EVERY  # learn fast while little is known
+            if self._new >= (4 if few else self._EVERY):
+                self._new = 0
+                for rank in range(self.RANKS):
+                    self._fit(rank)
 
     def _fit(self, rank: int) -> None:
         labels = np.array(self._labels[rank])
         if not len(labels):
             return
         x, y = labels.T
-        features = np.stack([np.ones_like(x), x], 1)
         weight = 0.995 ** np.arange(len(x))[::-1]
-        theta, prior = self.parameters[rank].copy(), np.array([0.0, 1.0])
-        for _ in range(self._STEPS):
-            a = 1 / (1 + np.exp(-(features @ theta)))
-            gradient = features.T @ (weight * (y - a)) - self._PULL @ (theta - prior)
-            curvature = (features.T * (weight * np.maximum(a * (1 - a), 0.02))) @ features + self._PULL
-            theta = theta + np.clip(np.linalg.solve(curvature, gradient), -2, 2)
-            theta = np.clip(theta, [-8.0, 0.1], [8.0, 3.0])
+        theta = self.parameters[rank].copy()
+        for step in range(2 * self._STEPS):  # one parameter at a time: each may stand at its bound
+            i = step % 2
+            feature = x if i else np.ones_like(x)
+            a = 1 / (1 + np.exp(-(theta[0] + theta[1] * x)))
+            gradient = feature @ (weight * (y - a)) - self._PULL[i] * (theta[i] - i)
+            curvature = feature**2 @ (weight * np.maximum(a * (1 - a), 0.02)) + self._PULL[i]
+            theta[i] = np.clip(theta[i] + np.clip(gradient / curvature, -2, 2), *self._BOUNDS[i])
         self.parameters[rank] = theta
 
 
@@ -207,16 +212,14 @@ class Sizer:
         if plain_rounds < 2:  # everything is compared with plain decoding: measure it first
             return dataclasses.replace(limits, max_nodes=0)
         curve = self.costs.curve(limits.max_nodes + 1, context)
-        level = self.level_seconds / float(curve[1])
-        least = float(curve[2] / curve[1]) - 1 + level
-        if self.balance < least:
+        if self.balance <= 0:
             return dataclasses.replace(limits, max_nodes=0)
-        depth = limits.max_depth
+        depth, level = limits.max_depth, self.level_seconds / float(curve[1])
         if level:  # levels that the account can pay, should all of them be in vain
-            depth = max(1, min(depth, int((self.balance - least) / level) + 1))
+            depth = max(1, min(depth, int(self.balance / level)))
         return dataclasses.replace(limits, max_depth=depth, min_gain=min(0.9, self._rate(curve) * self.level_seconds))
 
-    def cut(self, tree: TokenTree, context: int, drafted_seconds: float) -> TokenTree:
+    def cut(self, tree: TokenTree, context: int) -> TokenTree:
         """The part of a tree (one row) that is worth its rows here; its scores become calibrated path scores."""
         tree = self.calibrated(tree)
         most = len(tree) - 1
@@ -226,7 +229,9 @@ class Sizer:
         curve = self.costs.curve(most + 1, context)
         price = curve[2:] - curve[1]  # of 1, 2, ... nodes
         gain = np.cumsum(best) - self._rate(curve) * price
-        gain[price + drafted_seconds > max(self.balance, 0.0) * curve[1]] = -np.inf  # all of it may be in vain
+        gain[
+            max(0, 2 * max(self.costs.measured(), default=1) - 1) :
+        ] = -np.inf  # a size far beyond those measured is a guess
         nodes = int(np.argmax(gain)) + 1 if gain.max() > 0 else 0
         return tree.prune(nodes, most, most)
 
@@ -237,19 +242,21 @@ class Sizer:
         logs[1:] = np.log(self.calibration.chances(edges, ranks))
         return TokenTree(tree.tokens, tree.parents, np.exp(tree.ancestors[0] @ logs).astype(np.float32))
 
-    def learn(self, drafted: TokenTree, path: list[int], tokens: list[int]) -> None:
+    def learn(self, drafted: TokenTree, tokens: list[int]) -> None:
         """What the target said to a drafted tree, with the drafter's own scores.
 
         Args:
-            path: nodes that the target reached (indices of `drafted`, root first).
-            tokens: the target's token after each of them.
+            tokens: the round's tokens; they lead from the root through nodes of `drafted` as far as it holds them.
         """
         edges, ranks = _edges(drafted)
         parents, children = drafted.parents[0, 1:], drafted.tokens[0, 1:]
-        for node, token in zip(path, tokens, strict=True):
+        node: int | None = 0
+        for token in tokens:
             below = parents == node
-            if below.any():
-                self.calibration.observe(edges[below], ranks[below], children[below] == token)
+            if node is None or not below.any():
+                break
+            self.calibration.observe(edges[below], ranks[below], children[below] == token)
+            node = drafted.child(node, token)
 
     def account(self, rows: int, context: int, committed: int, drafting: float, seconds: float, forwards: int) -> None:
         """A round is over.
@@ -261,8 +268,10 @@ class Sizer:
         """
         self.costs.observe(rows, context, seconds - drafting)
         plain = float(self.costs.curve(1, context)[1])
-        if rows > 1 or forwards:
-            self.balance += committed - seconds / plain
+        if rows > 1 or drafting:
+            # an interruption of the machine is not the draft's fault: no more than the size's usual price and half
+            price = min(seconds - drafting, 1.5 * float(self.costs.curve(rows, context)[rows])) + drafting
+            self.balance += committed - price / plain
         self.balance = min(self.balance + INTEREST * committed, MOST_BALANCE)
         if forwards:
             new = drafting / forwards
@@ -280,3 +289,26 @@ def _edges(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
     scores, parents = tree.scores[0], tree.parents[0, 1:]
     edges = scores[1:] / np.maximum(scores[parents], 1e-9)
     return np.clip(edges, 0.0, 1.0), tree.sibling_ranks[0, 1:]
+
+
+_knowledge: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CostModel | Sizer]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def knowledge_of(model: PreTrainedModel, drafter: str, sampled: bool) -> Sizer:
+    """The sizer of a loaded target and a drafter by name: what earlier calls in this process have measured.
+
+    Costs are kept for each dtype, quantisation, attention, device and thread count; calibration also for each drafter,
+    and apart for greedy and sampled decoding.
+    """
+    head = model.get_output_embeddings()
+    attention_kind = "eager" if attention.implementation(model) == "eager" else "sdpa"
+    place = (model.dtype, type(head).__name__, attention_kind, str(model.device), torch.get_num_threads())
+    known = _knowledge.setdefault(model, {})
+    costs = known.setdefault(place, CostModel())
+    assert isinstance(costs, CostModel)
+    sizer = known.setdefault((*place, drafter, sampled), Sizer(costs))
+    assert isinstance(sizer, Sizer)
+    sizer.begin()
+    return sizer

@@ -27,6 +27,7 @@ from .demo_model import HUB_ID
 from .drafters import base as drafters
 from .errors import TreeSpecError
 from .integration import resolve
+from .packing import pack
 from .loading import Loaded, UserError, load, quiet_libraries
 from .streaming import stream
 
@@ -121,6 +122,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="default: bfloat16 on cuda, else float32; auto: the checkpoint's",
     )
     model.add_argument("--nf4", action="store_true", help="4-bit weights by bitsandbytes")
+    model.add_argument("--pack", action="store_true", help="packed half-precision weights on a CPU: faster, see README")
     model.add_argument("--threads", type=_number(int, 1), metavar="N", help="torch's CPU threads")
     tree = parser.add_argument_group("tree")
     tree.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
@@ -128,6 +130,13 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     tree.add_argument("--max-nodes", type=int, metavar="N", help="guesses a round at most")
     tree.add_argument("--max-depth", type=int, metavar="N", help="guesses on one path at most")
     tree.add_argument("--max-children", type=int, metavar="N", help="guesses for one place at most")
+    tree.add_argument(
+        "--no-fallback",
+        dest="fallback",
+        action="store_const",
+        const=False,
+        help="always verify what was drafted, instead of what pays here",
+    )
     parser.add_argument("--max-new-tokens", type=_number(int, 1), default=128, metavar="N", help="default: 128")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else")
     parser.add_argument("--rounds", action="store_true", help="as --json, with every round's record")
@@ -155,7 +164,7 @@ def _prompt(text: str) -> str:
 
 def tree_options(args: argparse.Namespace) -> dict[str, Any]:
     """What is to stand after `tree_spec=`, checked before a model is loaded."""
-    names = ("drafter", "max_nodes", "max_depth", "max_children")
+    names = ("drafter", "max_nodes", "max_depth", "max_children", "fallback")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
     resolve(options)
     return options
@@ -166,7 +175,11 @@ def load_named(args: argparse.Namespace) -> Loaded:
     if args.threads:
         torch.set_num_threads(args.threads)
     _progress(f"loading {args.model or HUB_ID} ...")
-    return load(args.model, assistant=args.assistant_model, device=args.device, dtype=args.dtype, nf4=args.nf4)
+    loaded = load(args.model, assistant=args.assistant_model, device=args.device, dtype=args.dtype, nf4=args.nf4)
+    if args.pack:
+        for model in filter(None, (loaded.model, loaded.assistant)):
+            pack(model)
+    return loaded
 
 
 # ---------------------------------------------------------------- commands

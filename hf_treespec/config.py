@@ -32,15 +32,20 @@ class TreeSpecConfig:
 
     drafter: str | Drafter = _knob(
         "auto",
-        "Who drafts: a registered name, or a `Drafter`. 'auto' is 'model' where `assistant_model` is given, else 'ngram'.",
+        "Who drafts: a registered name, or a `Drafter`. 'auto' is 'model' where `assistant_model` is given, else 'union'.",
     )
     drafter_options: Mapping[str, Any] = _knob({}, "Keyword arguments for the constructor of a drafter given by name.")
-    # 20: a verify pass costs the same for 2 to 24 float32 rows on a CPU, and less than 10 % over one row on a GPU.
+    # 32: up to here a GPU's forward costs hardly more than one row; on a CPU fewer pay, which `fallback` finds out.
     max_nodes: int = _knob(
-        20, "Drafted nodes a round at most, the root not counted. 0 decodes plainly.", low=0, high=1024
+        32, "Drafted nodes a round at most, the root not counted. 0 decodes plainly.", low=0, high=1024
     )
     max_depth: int = _knob(16, "Drafted tokens on one path at most.", low=1, high=256)
     max_children: int = _knob(4, "Continuations of one node at most; 1 drafts a chain.", low=1, high=256)
+    fallback: bool = _knob(
+        True,
+        "Size each round by what rows cost and drafts are worth here, down to plain decoding. False verifies whatever is "
+        "drafted within the limits, which makes a half-precision run reproducible.",
+    )
     self_check: bool = _knob(
         True, "Compare a small tree with a sequential forward once per loaded architecture, before the first token."
     )

@@ -30,6 +30,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from . import _compat, attention
 from .accept import NoiseWindow, Picker, walk
+from .budget import Sizer, knowledge_of
 from .cache import TreeCache, check_cache
 from .config import TreeSpecConfig
 from .drafters.base import Budget, Commit, DraftContext, Drafter, Prompt
@@ -77,6 +78,8 @@ class Decoding:
         self.stats = DecodeStats(drafter=self.drafter.name)
         self.result: Any = None
         self.finished = False
+        self.sampled = bool(call.generation_config.do_sample)
+        self.sizer = knowledge_of(call.model, self.drafter.name, self.sampled) if call.config.fallback else None
         self.text = Text(call.ids)
         self.limit = call.stopping.max_length or sys.maxsize
         self.outputs = Outputs(call.generation_config)
@@ -124,18 +127,23 @@ class Decoding:
 
     def draft(self, watch: Stopwatch) -> TokenTree:
         """1 draft."""
-        self.budget = self._budget()
-        if min(self.budget.max_nodes, self.budget.max_depth) == 0:
+        budget = self._limits()
+        if self.sizer is not None and budget.max_nodes and budget.max_depth:
+            budget = self.sizer.budget(budget, self.cache.filled)
+        if budget.max_nodes == 0 or budget.max_depth == 0:
             return TokenTree.root_only(self.text.last_token)
         context = DraftContext(self.text.ids, self.text.last_token, self.noise, self.limit - self.text.length)
         with watch.part("draft"):
-            tree = self.drafter.draft(context, self.budget)
+            tree = self.drafter.draft(context, budget)
         _check_drafted(self.drafter, tree, self.text.last_token, self.vocabulary)
-        return tree
+        return tree.prune(budget.max_nodes, budget.max_depth, budget.max_children)
 
     def size(self, tree: TokenTree) -> TokenTree:
         """2 size."""
-        return tree.prune(self.budget.max_nodes, self.budget.max_depth, self.budget.max_children)
+        self.drafted = tree
+        if self.sizer is None or len(tree) == 1:
+            return tree
+        return self.sizer.cut(tree, self.cache.filled)
 
     def verify(self, tree: TokenTree, watch: Stopwatch) -> Verified:
         """3 verify."""
@@ -169,7 +177,8 @@ class Decoding:
     def report(self, commit: Commit, watch: Stopwatch) -> RoundRecord:
         """6 report."""
         if not self.finished:
-            self.drafter.observe(commit)
+            with watch.part("draft"):
+                self.drafter.observe(commit)
         tree = commit.verified.tree
         record = RoundRecord(
             index=len(self.stats.records),
@@ -182,7 +191,23 @@ class Decoding:
             seconds=watch.read(),
         )
         self.stats.records.append(record)
+        if self.sizer is not None and record.index > 0:
+            self._learn(record, self.sizer)
         return record
+
+    def _learn(self, record: RoundRecord, sizer: Sizer) -> None:
+        """What the sizer takes from a round: its price, and which guesses came true."""
+        drafted = len(self.drafted) > 1
+        if drafted:
+            sizer.learn(self.drafted, record.committed)
+        sizer.account(
+            rows=len(record.tokens),
+            context=self.cache.filled - len(record.path),
+            committed=len(record.committed),
+            drafting=record.seconds["draft"],
+            seconds=sum(record.seconds.values()),
+            forwards=self.drafter.forwards if drafted else 0,
+        )
 
     # ---------------------------------------------------------------- around them
 
@@ -219,15 +244,14 @@ class Decoding:
         self.position_boundary, self.positions_move = _compat.rope_boundary(_compat.text_config(model))
         self.verifier = Verifier(model, self.cache, last_position, mask, self.forward_arguments)
         self.vocabulary = verified.logits.shape[-1]
-        sampled = call.generation_config.do_sample
-        self.noise = NoiseWindow((1, self.vocabulary), call.ids.device) if sampled else None
+        self.noise = NoiseWindow((1, self.vocabulary), call.ids.device) if self.sampled else None
         self.picker = Picker(call.processors, self.noise, call.ids.device, self.outputs.recorder)
         self.drafter.start(
             Prompt(
                 target=model,
                 ids=call.ids,
                 attention_mask=mask,
-                do_sample=sampled,
+                do_sample=self.sampled,
                 processors=call.processors,
                 assistant_model=call.assistant_model,
                 max_nodes=call.config.max_nodes,
@@ -235,7 +259,7 @@ class Decoding:
             )
         )
 
-    def _budget(self) -> Budget:
+    def _limits(self) -> Budget:
         """The user's limits, cut to what decoding may still commit and to where positions change their meaning."""
         config = self.call.config
         depth = min(config.max_depth, self.limit - self.text.length - 1)

@@ -183,7 +183,7 @@ def check_drafter(
                 torch.manual_seed(0)
                 plain = target.generate(ids, **common, **sampled, **plain_arguments)
                 torch.manual_seed(0)
-                spec = {"drafter": _Watched(drafter), **budget}
+                spec = {"drafter": _Watched(drafter), "fallback": False, **budget}
                 text = target.generate(ids, tree_spec=spec, **common, **sampled, **generate_arguments)
                 if not torch.equal(plain, text):
                     raise DrafterError(

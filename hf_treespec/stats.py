@@ -31,7 +31,8 @@ class RoundRecord:
             on which decoding stopped is committed, but its own node is not here.
         committed: tokens that this round added to the text, in order.
         bonus: the target's own token at the end; None where decoding stopped on a drafted token.
-        seconds: wall clock, by part: "draft", "verify" (the target's forward), "host" (all else).
+        seconds: wall clock, by part: "draft" (all that the drafter does), "verify" (the target's forward), "host" (all
+            else).
     """
 
     index: int
@@ -124,6 +125,18 @@ class DecodeStats:
         parts = {part: sum(r.seconds[part] for r in self.decoding) for part in ("draft", "verify", "host")}
         prefill = sum(self.records[0].seconds.values()) if self.records else 0.0
         return {"prefill": prefill, **parts, "total": prefill + sum(parts.values())}
+
+    def explain(self) -> str:
+        """Where the time went, and what a round gave for it, in two sentences."""
+        seconds, rounds = self.seconds, max(1, self.rounds)
+        share = {part: 100 * s / max(seconds["total"], 1e-9) for part, s in seconds.items()}
+        plain = sum(r.drafted == 0 for r in self.decoding)
+        return (
+            f"Of {seconds['total']:.2f} s, {share['prefill']:.0f} % went into the prompt, {share['verify']:.0f} % into "
+            f"{self.rounds} forwards of the target, {share['draft']:.0f} % into drafting and {share['host']:.0f} % into "
+            f"all else. A round verified {self.drafted / rounds:.1f} drafted tokens ({plain} rounds were plain), accepted "
+            f"{self.accepted / rounds:.2f} of them and so committed {self.tokens_per_round:.2f} tokens with its own."
+        )
 
     def to_dict(self, *, rounds: bool = False) -> dict[str, Any]:
         """Numbers ready for JSON; with `rounds`, every record too."""

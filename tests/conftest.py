@@ -161,7 +161,7 @@ def adversary(text: torch.Tensor) -> ScriptedDrafter:
     return ScriptedDrafter(script)
 
 
-WIDE_OPEN = {"max_nodes": 64, "max_children": 8, "debug": True}
+WIDE_OPEN = {"max_nodes": 64, "max_children": 8, "fallback": False, "debug": True}
 
 
 def run(model: PreTrainedModel, ids: torch.Tensor, drafter: object = "ngram", **arguments: object) -> torch.Tensor:

@@ -123,7 +123,7 @@ def test_generate_samples_by_seed(capsys, model, tokenizer):
 
 
 def test_generate_with_folders_and_options(capsys, folder, model, tokenizer):
-    options = ["--max-nodes", "6", "--max-depth", "3", "--max-children", "2", "--drafter", "model"]
+    options = ["--max-nodes", "6", "--max-depth", "3", "--max-children", "2", "--drafter", "model", "--no-fallback"]
     assert cli.main(["generate", PROMPT, "--model", folder, "--assistant-model", folder, *options, "--rounds"]) == 0
     out, _ = capsys.readouterr()
     result = json.loads(out)
@@ -185,7 +185,7 @@ def test_json_is_one_document(capsys, model, tokenizer):
 
 
 def test_json_with_rounds_holds_every_record(capsys):
-    assert cli.main(["demo", PROMPT, "--rounds", "--max-nodes", "5"]) == 0
+    assert cli.main(["demo", PROMPT, "--rounds", "--max-nodes", "5", "--no-fallback"]) == 0
     plain, chain, tree = json.loads(capsys.readouterr().out)["arms"]
     for arm in (chain, tree):
         records = arm["stats"]["records"]
@@ -195,7 +195,7 @@ def test_json_with_rounds_holds_every_record(capsys):
 
 
 def test_plain_output(capsys):
-    assert cli.main(["demo", PROMPT]) == 0  # stdout is not a terminal here
+    assert cli.main(["demo", PROMPT, "--no-fallback"]) == 0  # stdout is not a terminal here
     out, err = capsys.readouterr()
     assert err == ""
     assert not steering(out)

@@ -97,17 +97,18 @@ def test_everything_that_tree_spec_takes(llama: PreTrainedModel, value: Any) -> 
 
 def test_an_option_reaches_the_loop(llama: PreTrainedModel) -> None:
     ids = prompt(4).repeat(1, 4)
+    always = {"fallback": False}
     for knob, measure in (("max_nodes", lambda r: r.drafted), ("max_depth", lambda r: int(r.tree.depths.max()))):
-        stats = llama.generate(ids, tree_spec={knob: 2}, **GREEDY).tree_spec
+        stats = llama.generate(ids, tree_spec={knob: 2, **always}, **GREEDY).tree_spec
         assert max(measure(r) for r in stats.decoding) == 2
-    stats = llama.generate(ids, tree_spec={"max_children": 1}, **GREEDY).tree_spec
+    stats = llama.generate(ids, tree_spec={"max_children": 1, **always}, **GREEDY).tree_spec
     assert all((r.parents == range(-1, len(r.parents) - 1)).all() for r in stats.records)
     assert llama.generate(ids, tree_spec={"max_nodes": 0}, **GREEDY).tree_spec.drafted == 0
 
 
 def test_auto_is_the_model_where_one_is_given(llama: PreTrainedModel) -> None:
     assert llama.generate(prompt(), tree_spec=True, **GREEDY).tree_spec.drafter == "union"
-    text = llama.generate(prompt(), tree_spec=True, assistant_model=llama, **GREEDY)
+    text = llama.generate(prompt(), tree_spec={"fallback": False}, assistant_model=llama, **GREEDY)
     assert text.tree_spec.drafter == "model"
     assert text.tree_spec.tokens_per_round > 2
 

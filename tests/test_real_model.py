@@ -43,7 +43,9 @@ def test_same_text_on_a_real_model(smol: Any, name: str, sampled: bool) -> None:
     torch.manual_seed(7)
     expected = model.generate(**prompt, max_new_tokens=40, **mode)
     torch.manual_seed(7)
-    text = model.generate(**prompt, max_new_tokens=40, tree_spec={"drafter": "ngram", "debug": True}, **mode)
+    text = model.generate(
+        **prompt, max_new_tokens=40, tree_spec={"drafter": "ngram", "fallback": False, "debug": True}, **mode
+    )
     assert torch.equal(text, expected)
     if name == "copy" and not sampled:
         assert text.tree_spec.tokens_per_round > 2
@@ -57,7 +59,9 @@ def test_nf4_target(smol: Any) -> None:
     model, tokenizer = hf_treespec.demo_model(quantization_config=config)
     prompt = inputs(tokenizer, PROMPTS["copy"])
     expected = model.generate(**prompt, max_new_tokens=16, do_sample=False)
-    text = model.generate(**prompt, max_new_tokens=16, do_sample=False, tree_spec={"drafter": "ngram", "debug": True})
+    text = model.generate(
+        **prompt, max_new_tokens=16, do_sample=False, tree_spec={"drafter": "ngram", "fallback": False, "debug": True}
+    )
     assert torch.equal(text, expected)
 
 
@@ -74,7 +78,7 @@ def test_host_time_at_32_nodes_and_a_thousand_tokens(smol: Any) -> None:
         wide = [[50 + i] for i in range(33 - len(tree))]
         return TokenTree.from_paths(context.last_token, [*wide, *paths])
 
-    spec = {"drafter": ScriptedDrafter(script), "max_nodes": 32, "max_children": 64}
+    spec = {"drafter": ScriptedDrafter(script), "max_nodes": 32, "max_children": 64, "fallback": False}
     stats = model.generate(ids, max_new_tokens=24, do_sample=False, eos_token_id=None, tree_spec=spec).tree_spec
     assert stats.tokens_per_round > 2.5  # paths of non-first children, so that the cache has to move
     host = statistics.median(r.seconds["host"] for r in stats.decoding if r.drafted == 32)

@@ -13,6 +13,7 @@ import transformers
 
 from ..demo_model import demo_model
 from ..errors import TreeSpecError
+from ..packing import pack
 from .spec_bench import TASKS, Arm, load, measure, table
 
 
@@ -32,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
+    parser.add_argument("--pack", action="store_true", help="packed half-precision weights")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
@@ -41,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         questions = load(options.data, options.prompts, options.tasks.split(","))
         model, tokenizer = demo_model()
+        if options.pack:
+            pack(model)
         arms = [Arm("plain"), *(options.arm or [Arm("ngram", {"tree_spec": "ngram"})])]
         results = []
         for result in measure(
@@ -70,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         "processor": platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": str(model.dtype),
+        "dtype": str(model.dtype) + (", packed" if options.pack else ""),
         "new_tokens": options.new_tokens,
         "temperature": options.temperature,
     }

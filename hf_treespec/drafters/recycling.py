@@ -20,6 +20,7 @@ from ..verify import Verified
 from .base import Prompt, register_drafter
 from .source import Odds, Source, SourceDrafter
 
+_CHUNK = 128
 # Stored probabilities with odds of their own, by rank 0, 1, 2-3, 4 and later. Priors: means over SmolLM2-135M's greedy
 # answers to instruction prompts, rounded.
 _LEVELS = (0.02, 0.1, 0.3, 0.6, 0.9)
@@ -37,7 +38,7 @@ class Successors:
 
     Attributes:
         tokens: (V, width) int32, -1 where nothing is known.
-        chances: (V, width) float32, the target's probabilities then (of raw logits, before processors).
+        chances: (V, width) float32, their probabilities then among each other (of raw logits, before processors).
     """
 
     def __init__(self, vocabulary: int, width: int) -> None:
@@ -46,11 +47,21 @@ class Successors:
 
     def store(self, tokens: np.ndarray, logits: torch.Tensor) -> None:
         """What follows each of `tokens` (n,), given logits (n, V)."""
-        scores = logits.float()
-        best, following = scores.topk(self.tokens.shape[1], dim=-1)
-        chances = (best - scores.logsumexp(-1, keepdim=True)).exp()
-        both = torch.stack([following.float(), chances]).cpu().numpy()  # one read; ids below 2**24 are exact in float32
+        best, following = _top(logits.float(), self.tokens.shape[1])
+        both = torch.stack([following.float(), best.softmax(-1)]).cpu().numpy()  # one read; ids below 2**24 are exact
         self.tokens[tokens], self.chances[tokens] = both[0].astype(np.int32), both[1]
+
+
+def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scores.topk(count)` of (n, V): exact, but most of a large vocabulary is only looked at for its maximum."""
+    rows, size = scores.shape
+    if size % _CHUNK or size // _CHUNK <= count:
+        return scores.topk(count, dim=-1)
+    # the count best tokens lie in the count chunks with the best maxima
+    chunks = scores.view(rows, -1, _CHUNK)
+    places = chunks.amax(-1).topk(count, dim=-1).indices
+    best, within = chunks.gather(1, places[:, :, None].expand(-1, -1, _CHUNK)).flatten(1).topk(count, dim=-1)
+    return best, places.gather(1, within // _CHUNK) * _CHUNK + within % _CHUNK
 
 
 class RecyclingSource(Source):

@@ -1,0 +1,198 @@
+"""Sizing: decisions never change the text, and they are close to the best ones for every shape of cost."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import adversary, around, build, prompt
+from transformers import PreTrainedModel
+
+from hf_treespec import Budget, NgramDrafter, TokenTree, budget
+from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
+from hf_treespec.budget import Calibration, CostModel, Sizer
+
+# -------------------------------------------------------------------- the cost model
+
+
+def test_costs_are_medians_rising_and_interpolated() -> None:
+    costs = CostModel()
+    for rows, seconds in ((1, 0.010), (4, 0.014), (8, 0.013), (16, 0.030)):  # 8 rows came out below 4: noise
+        for i in range(5):
+            costs.observe(rows, 100, seconds if i else seconds * 50)  # the first use is an outlier
+    curve = costs.curve(20, 100)
+    assert curve[1] == pytest.approx(0.010)
+    assert curve[4] == pytest.approx(curve[8]) == pytest.approx(0.0135)
+    assert curve[12] == pytest.approx((0.0135 + 0.030) / 2)
+    assert (np.diff(curve) >= -1e-9).all()
+    assert curve[20] > curve[16]  # beyond what was measured it goes on rising
+    assert costs.measured() == {1: 5, 4: 5, 8: 5, 16: 5}
+
+
+def test_costs_know_the_context() -> None:
+    costs = CostModel()
+    for step in range(200):
+        for rows in (1, 8):
+            costs.observe(rows, 10 * step, 0.01 * rows**0.5 * (1 + 0.0005 * 10 * step))
+    for context in (0, 1000, 4000):
+        assert costs.curve(8, context)[1] == pytest.approx(0.01 * (1 + 0.0005 * context), rel=0.1)
+
+
+def test_costs_survive_saving() -> None:
+    costs, again = CostModel(), CostModel()
+    for rows in (1, 3, 9):
+        costs.observe(rows, 10, rows * 0.01)
+    again.load(costs.to_dict())
+    np.testing.assert_allclose(costs.curve(12, 10), again.curve(12, 10))
+
+
+# -------------------------------------------------------------------- the calibration
+
+
+@pytest.mark.parametrize("w, v", [(0.0, 1.0), (-1.5, 1.0), (0.5, 0.4)])
+def test_calibration_finds_the_true_chances(w: float, v: float) -> None:
+    rng = np.random.default_rng(0)
+    calibration, ranks = Calibration(), np.zeros(1, np.int64)
+    for _ in range(600):
+        q = rng.uniform(0.05, 0.95, 1)
+        truth = 1 / (1 + np.exp(-(w + v * np.log(q / (1 - q)))))
+        calibration.observe(q, ranks, rng.random(1) < truth)
+    q = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
+    truth = 1 / (1 + np.exp(-(w + v * np.log(q / (1 - q)))))
+    np.testing.assert_allclose(calibration.chances(q, np.zeros(5, np.int64)), truth, atol=0.12)
+
+
+def test_calibration_learns_fast_that_a_boaster_is_always_wrong() -> None:
+    calibration, rank = Calibration(), np.zeros(1, np.int64)
+    for _ in range(8):
+        calibration.observe(np.array([0.99]), rank, np.array([False]))
+    assert calibration.chances(np.array([0.99]), rank)[0] < 0.3
+
+
+def test_calibration_keeps_order_and_is_finite_at_the_ends() -> None:
+    calibration = Calibration()
+    for q, hit in ((0.0, True), (1.0, False)) * 40:
+        calibration.observe(np.array([q]), np.zeros(1, np.int64), np.array([hit]))
+    chances = calibration.chances(np.linspace(0, 1, 50), np.zeros(50, np.int64))
+    assert np.isfinite(chances).all() and (np.diff(chances) >= 0).all()
+
+
+# -------------------------------------------------------------------- the simulator
+
+
+@pytest.fixture(scope="module")
+def traces() -> dict[str, Trace]:
+    """Texts whose next tokens the n-gram drafter guesses often, sometimes, and hardly ever."""
+    root = Path(__file__).parent.parent
+    texts = {"code": (root / "hf_treespec" / "budget.py"), "licence": (root / "LICENSE")}
+    ids: dict[str, int] = {}
+    found = {}
+    for name, path in texts.items():
+        words = path.read_text(encoding="utf-8").replace("(", " ( ").replace(".", " . ").replace(",", " , ").split()
+        tokens = [ids.setdefault(word, len(ids)) for word in words][:900]
+        found[name] = record(tokens, 200, NgramDrafter(), Budget(48, 16, 4))
+    noise = np.random.default_rng(0).integers(0, 40, 700).tolist()
+    found["noise"] = record(noise, 200, NgramDrafter(), Budget(48, 16, 4))
+    return found
+
+
+FIXED = (0, 1, 2, 4, 8, 16, 32, 48)
+
+
+@pytest.mark.parametrize("text", ["code", "licence", "noise"])
+@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("scatter", [False, True])
+def test_sizes_are_close_to_the_best_fixed_one(traces: dict[str, Trace], text: str, curve: str, scatter: bool) -> None:
+    """Within 2 % of the best fixed size chosen in hindsight, once costs and calibration are known (the second call)."""
+    cost = CURVES[curve]
+    best = min(run(traces[text], cost, nodes)[0] for nodes in FIXED)
+    sizer = Sizer(CostModel())
+    measured = noisy(cost) if scatter else cost
+    run(traces[text], measured, sizer)
+    sizer.begin()
+    seconds, sizes = run(traces[text], measured, sizer)
+    if scatter:  # the same decisions at noiseless prices
+        seconds = sum(cost(1 + n) for n in sizes)
+    assert seconds <= 1.02 * best, f"{seconds / best:.3f} of the best fixed size, nodes {np.mean(sizes):.1f}"
+
+
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_first_call_is_never_much_slower_than_plain(traces: dict[str, Trace], curve: str) -> None:
+    """Nothing known beforehand, drafts that hardly ever help: at most 3 % over some 500 tokens."""
+    plain, _ = run(traces["noise"], CURVES[curve], 0)
+    seconds, _ = run(traces["noise"], CURVES[curve], Sizer(CostModel()))
+    assert seconds <= 1.03 * plain
+
+
+@pytest.mark.parametrize("tokens, allowed", [(64, 1.05), (256, 1.03)])
+@pytest.mark.parametrize("curve", CURVES)
+def test_an_adversary_costs_little(curve: str, tokens: int, allowed: float) -> None:
+    """Always wrong, always sure, on a target that was never measured."""
+    wrong = [TokenTree([0, *range(1, 33)], range(-1, 32), [1.0] + [0.99] * 32) for _ in range(tokens)]
+    trace = Trace([0] * (tokens + 2), 1, wrong)
+    plain, _ = run(trace, CURVES[curve], 0)
+    seconds, sizes = run(trace, CURVES[curve], Sizer(CostModel()))
+    assert seconds <= allowed * plain, f"{seconds / plain:.3f}, {sum(map(bool, sizes))} rounds drafted"
+    assert any(sizes)  # it was tried
+
+
+# -------------------------------------------------------------------- in the loop
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_any_decision_gives_the_same_text(do_sample: bool, monkeypatch: Any) -> None:
+    """Sizes drawn at random, plain rounds in between: the text, and the generator's state after it, stay."""
+    model = build("llama")
+    arguments = {"max_new_tokens": 40, "do_sample": do_sample}
+    torch.manual_seed(4)
+    expected = model.generate(prompt(), **arguments)
+    state = torch.get_rng_state()
+    rng = np.random.default_rng(0)
+
+    def anything(self: Sizer, tree: TokenTree, context: int) -> TokenTree:
+        return tree.prune(int(rng.integers(0, 6)), 99, 99)
+
+    def sometimes(self: Sizer, limits: Budget, context: int) -> Budget:
+        return Budget(int(rng.integers(0, 3)) * 9, int(rng.integers(1, 5)), 8)
+
+    monkeypatch.setattr(Sizer, "cut", anything)
+    monkeypatch.setattr(Sizer, "budget", sometimes)
+    for drafter in (around(expected, "truth_last"), adversary(expected), "ngram", "union", "model"):
+        extra = {"assistant_model": model} if drafter == "model" else {}
+        torch.manual_seed(4)
+        text = model.generate(prompt(), tree_spec={"drafter": drafter, "debug": True}, **arguments, **extra)
+        assert torch.equal(text, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_slow_drafter_is_left_alone(llama: PreTrainedModel) -> None:
+    """Measured, not assumed: the drafts are perfect, but each costs more than the tokens that it saves."""
+    model = build("llama")
+    expected = model.generate(prompt(), max_new_tokens=60, do_sample=False)
+    drafter = around(expected, "chain")
+    quick = drafter.script
+
+    def slow(context: Any, limits: Any) -> TokenTree:
+        time.sleep(0.05)
+        return quick(context, limits)
+
+    drafter.script = slow
+    text = model.generate(prompt(), max_new_tokens=60, do_sample=False, tree_spec=drafter)
+    assert torch.equal(text, expected)
+    assert len(drafter.contexts) < 4
+
+
+def test_knowledge_outlives_the_call_and_is_kept_apart(llama: PreTrainedModel) -> None:
+    model = build("llama")
+    arguments = {"max_new_tokens": 12, "tree_spec": "ngram"}
+    model.generate(prompt(), do_sample=False, **arguments)
+    greedy = budget.knowledge_of(model, "ngram", False)
+    assert sum(greedy.costs.measured().values()) >= 8
+    assert budget.knowledge_of(model, "ngram", False) is greedy
+    assert budget.knowledge_of(model, "ngram", True) is not greedy
+    assert budget.knowledge_of(model, "union", False).costs is greedy.costs
+    assert budget.knowledge_of(build("llama"), "ngram", False).costs is not greedy.costs
