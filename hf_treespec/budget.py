@@ -48,20 +48,31 @@ class CostModel:
 
     def __init__(self) -> None:
         self._samples: dict[int, deque[tuple[int, float]]] = {}
-        self._medians: dict[int, float] = {}  # at zero context
+        self._fitted: tuple[list[int], list[float], float] = ([], [], 0.0)  # rows, seconds, slope beyond
         self._slope = 0.0  # a cached token adds this share
-        self._since_fit = 0
+        self._count = 0
         self._lock = threading.Lock()
 
     def observe(self, rows: int, context: int, seconds: float) -> None:
         """One round: a forward of `rows` on top of `context` cached tokens took `seconds`."""
         with self._lock:
+            new = rows not in self._samples
             samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
             samples.append((context, seconds))
-            self._medians[rows] = self._median(rows)
-            self._since_fit += 1
-            if self._since_fit >= 64:
+            self._count += 1
+            if self._count % 64 == 0:
                 self._fit_slope()
+            if new or self._count < 32 or self._count % 8 == 0:  # the curve moves slowly; a round should not pay for it
+                self._fit()
+
+    def times(self, rows: int) -> int:
+        """How often so many rows were measured, of late."""
+        return len(self._samples.get(rows, ()))
+
+    @property
+    def largest(self) -> int:
+        """The most rows that were measured."""
+        return self._fitted[0][-1] if self._fitted[0] else 1
 
     def measured(self) -> dict[int, int]:
         """Rows that were measured, and how often (at most `SAMPLES`)."""
@@ -70,20 +81,23 @@ class CostModel:
 
     def curve(self, most: int, context: int) -> FloatArray:
         """(most + 1,) seconds by rows; index 0 repeats one row."""
-        with self._lock:
-            rows = sorted(self._medians)
-            seconds = [self._medians[n] for n in rows]
-            weights = [float(len(self._samples[n])) for n in rows]
-        if not rows:
+        rows, known, slope = self._fitted
+        if not len(rows):
             return np.zeros(most + 1, np.float32)
-        known = _monotone(seconds, weights)
+        at = np.arange(most + 1)
+        curve = np.interp(at, rows, known) + np.maximum(0, at - rows[-1]) * slope
+        return np.asarray(curve * (1 + self._slope * context), dtype=np.float32)
+
+    def _fit(self) -> None:
+        """The monotone curve through the medians, at zero context."""
+        rows = sorted(self._samples)
+        medians = [_typical([s / (1 + self._slope * c) for c, s in self._samples[n]]) for n in rows]
+        known = _monotone(medians, [float(len(self._samples[n])) for n in rows])
         if len(rows) == 1:
             slope = PRIOR_SLOPE * known[0]
         else:  # beyond what was measured it goes on as steeply as it has risen, at the end or on the whole
             slope = max((known[-1] - known[-2]) / (rows[-1] - rows[-2]), (known[-1] - known[0]) / (rows[-1] - rows[0]))
-        at = np.arange(most + 1)
-        curve = np.interp(at, rows, known) + np.maximum(0, at - rows[-1]) * slope
-        return (curve * (1 + self._slope * context)).astype(np.float32)
+        self._fitted = (rows, known, slope)
 
     def to_dict(self) -> dict[str, list[list[float]]]:
         """The samples, ready for JSON."""
@@ -96,12 +110,8 @@ class CostModel:
             for context, seconds in samples:
                 self.observe(int(rows), int(context), float(seconds))
 
-    def _median(self, rows: int) -> float:
-        return statistics.median(s / (1 + self._slope * c) for c, s in self._samples[rows])
-
     def _fit_slope(self) -> None:
         """The slope under which samples of one size agree best, whatever their context."""
-        self._since_fit = 0
         groups = [np.array(s) for s in self._samples.values() if len({c for c, _ in s}) > 2]
         if not groups:
             return
@@ -111,7 +121,11 @@ class CostModel:
             return float(sum(np.abs(log - np.median(log)).sum() for log in logs))
 
         self._slope = min((0.0, *np.geomspace(1e-6, 1e-2, 33)), key=disagreement)
-        self._medians = {rows: self._median(rows) for rows in self._samples}
+
+
+def _typical(seconds: list[float]) -> float:
+    """The median; of few samples the least, since an interruption only adds, and a size thought dear is not tried again."""
+    return statistics.median(seconds) if len(seconds) >= 5 else min(seconds)
 
 
 def _monotone(values: list[float], weights: list[float]) -> list[float]:
@@ -136,7 +150,7 @@ class Calibration:
     """
 
     RANKS = 3
-    _KEPT, _EVERY, _STEPS = 256, 24, 4
+    _KEPT, _EVERY, _STEPS = 256, 48, 4
     _PULL, _BOUNDS = (0.5, 2.0), ((-8.0, 8.0), (0.1, 3.0))
 
     def __init__(self) -> None:
@@ -156,7 +170,7 @@ class Calibration:
             for x, rank, hit in zip(_logit(scores).tolist(), ranks.tolist(), hits.tolist(), strict=True):
                 self._labels[min(rank, self.RANKS - 1)].append((x, float(hit)))
             self._new += len(scores)
-            few = sum(map(len, self._labels)) < 4 * self._EVERY  # learn fast while little is known
+            few = sum(map(len, self._labels)) < 2 * self._EVERY  # learn fast while little is known
             if self._new >= (4 if few else self._EVERY):
                 self._new = 0
                 for rank in range(self.RANKS):
@@ -194,6 +208,7 @@ class Sizer:
         balance: what drafting may still lose, in plain rounds. A round that drafts pays its price and earns its tokens.
         rate: ρ, tokens per second.
         level_seconds: one forward of the drafter's own model; 0 for drafters without.
+        usual: nodes that the last rounds verified, about; there is no use in drafting many more.
     """
 
     costs: CostModel
@@ -201,6 +216,7 @@ class Sizer:
     balance: float = FIRST_BALANCE
     rate: float = 0.0
     level_seconds: float = 0.0
+    usual: float = 4.0
 
     def begin(self) -> None:
         """A new call: whatever was lost before, it may be tried again."""
@@ -208,39 +224,40 @@ class Sizer:
 
     def budget(self, limits: Budget, context: int) -> Budget:
         """What the drafter may do this round; no nodes where the round is to be plain."""
-        plain_rounds = self.costs.measured().get(1, 0)
-        if plain_rounds < 2:  # everything is compared with plain decoding: measure it first
+        if self.costs.times(1) < 2:  # everything is compared with plain decoding: measure it first
             return dataclasses.replace(limits, max_nodes=0)
-        curve = self.costs.curve(limits.max_nodes + 1, context)
+        curve = self.costs.curve(1, context)
         if self.balance <= 0:
             return dataclasses.replace(limits, max_nodes=0)
         depth, level = limits.max_depth, self.level_seconds / float(curve[1])
         if level:  # levels that the account can pay, should all of them be in vain
             depth = max(1, min(depth, int(self.balance / level)))
-        return dataclasses.replace(limits, max_depth=depth, min_gain=min(0.9, self._rate(curve) * self.level_seconds))
+        nodes = min(limits.max_nodes, int(2 * self.usual) + 4)
+        return dataclasses.replace(
+            limits, max_nodes=nodes, max_depth=depth, min_gain=min(0.9, self._rate(curve) * self.level_seconds)
+        )
 
     def cut(self, tree: TokenTree, context: int) -> TokenTree:
         """The part of a tree (one row) that is worth its rows here; its scores become calibrated path scores."""
-        tree = self.calibrated(tree)
         most = len(tree) - 1
         if most == 0:
             return tree
-        best = np.sort(tree.scores[0, 1:])[::-1]
+        scores = self.calibrated(tree)
+        order = np.argsort(-scores, kind="stable")  # the root first, parents before children
         curve = self.costs.curve(most + 1, context)
-        price = curve[2:] - curve[1]  # of 1, 2, ... nodes
-        gain = np.cumsum(best) - self._rate(curve) * price
-        gain[
-            max(0, 2 * max(self.costs.measured(), default=1) - 1) :
-        ] = -np.inf  # a size far beyond those measured is a guess
+        gain = np.cumsum(scores[order[1:]]) - self._rate(curve) * (curve[2:] - curve[1])
+        gain[max(0, 2 * self.costs.largest - 1) :] = -np.inf  # a size far beyond those measured is a guess
         nodes = int(np.argmax(gain)) + 1 if gain.max() > 0 else 0
-        return tree.prune(nodes, most, most)
+        self.usual = max(nodes, 0.8 * self.usual)
+        return tree.select(np.sort(order[: nodes + 1]), scores)
 
-    def calibrated(self, tree: TokenTree) -> TokenTree:
-        """The same tree with path scores as the calibration sees them."""
+    def calibrated(self, tree: TokenTree) -> FloatArray:
+        """(N,) path scores as the calibration sees them; never above the parent's."""
         edges, ranks = _edges(tree)
         logs = np.zeros(len(tree))
         logs[1:] = np.log(self.calibration.chances(edges, ranks))
-        return TokenTree(tree.tokens, tree.parents, np.exp(tree.ancestors[0] @ logs).astype(np.float32))
+        scores: FloatArray = np.exp(tree.ancestors[0] @ logs).astype(np.float32)
+        return scores
 
     def learn(self, drafted: TokenTree, tokens: list[int]) -> None:
         """What the target said to a drafted tree, with the drafter's own scores.

@@ -98,8 +98,8 @@ class TreeLayer(DynamicLayer):
         self._show(stop)
         return self.keys, self.values
 
-    def move(self, start: int, rows: Sequence[np.ndarray], ends: np.ndarray, filled: int) -> None:
-        """Copies slots `start + rows[b]` of each row b to its own end `ends[b]`, then cuts at `filled` (sequence slots)."""
+    def move(self, start: int, rows: Sequence[np.ndarray], ends: np.ndarray) -> None:
+        """Copies slots `start + rows[b]` of each row b to its own end `ends[b]` (all of them sequence slots)."""
         if not self.is_initialized:
             return
         for b, nodes in enumerate(rows):
@@ -110,7 +110,11 @@ class TreeLayer(DynamicLayer):
                 index = torch.from_numpy(source[skip:]).to(self.device)
                 for buffer in self._buffers:
                     buffer[b, :, target + skip : target + len(source)] = buffer[b].index_select(1, index)
-        self._show(filled - self.offset)
+
+    def cut(self, length: int) -> None:
+        """Drops every slot from sequence slot `length` on."""
+        if self.is_initialized:
+            self._show(length - self.offset)
 
     def give_back(self) -> None:
         """Writes the live keys and values into the layer that was adopted, as plain decoding would have left them."""
@@ -187,14 +191,16 @@ class TreeCache(DynamicCache):
         ends, start = self.lengths, self.filled
         self.lengths = ends + np.array([len(n) for n in nodes], np.int64)
         self.filled = int(self.lengths.max())
+        moves = any(e != start or (n != np.arange(len(n))).any() for e, n in zip(ends, nodes, strict=True))
         for layer in self.tree_layers:
-            layer.move(start, nodes, ends, self.filled)
+            if moves:
+                layer.move(start, nodes, ends)
+            layer.cut(self.filled)
 
     def truncate(self) -> None:
         """Drops a tree that was appended and never kept (a round that failed halfway)."""
         for layer in self.tree_layers:
-            if layer.is_initialized:
-                layer._show(self.filled - layer.offset)
+            layer.cut(self.filled)
 
     def release(self) -> DynamicCache:
         """Gives the committed keys and values back to the adopted cache and returns it. This cache is then spent."""

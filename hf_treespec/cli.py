@@ -27,8 +27,8 @@ from .demo_model import HUB_ID
 from .drafters import base as drafters
 from .errors import TreeSpecError
 from .integration import resolve
-from .packing import pack
 from .loading import Loaded, UserError, load, quiet_libraries
+from .packing import pack
 from .streaming import stream
 
 

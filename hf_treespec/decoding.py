@@ -141,9 +141,11 @@ class Decoding:
     def size(self, tree: TokenTree) -> TokenTree:
         """2 size."""
         self.drafted = tree
-        if self.sizer is None or len(tree) == 1:
+        if len(tree) == 1:
             return tree
-        return self.sizer.cut(tree, self.cache.filled)
+        if self.sizer is not None:
+            tree = self.sizer.cut(tree, self.cache.filled)
+        return tree.depth_first()
 
     def verify(self, tree: TokenTree, watch: Stopwatch) -> Verified:
         """3 verify."""

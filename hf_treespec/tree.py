@@ -190,7 +190,7 @@ class TokenTree:
         value = np.where(keep, value, -1.0)
         value[:, 0] = 2.0  # the root stays whatever its score
         order = np.argsort(-value, axis=1, kind="stable")[:, : max_nodes + 1]
-        return TokenTree.stack([self._select(row, np.sort(o[keep[row, o]])) for row, o in enumerate(order)])
+        return TokenTree.stack([self.select(np.sort(o[keep[row, o]]), row=row) for row, o in enumerate(order)])
 
     def merge(self, other: TokenTree) -> TokenTree:
         """The union of two trees with equal roots (B = 1 each); a shared node takes the higher score."""
@@ -222,11 +222,30 @@ class TokenTree:
         ranks: IntArray = (same & (better | tie)).sum(-1, dtype=np.int64)
         return ranks
 
-    def _select(self, row: int, nodes: IntArray) -> TokenTree:
+    def select(self, nodes: IntArray, scores: FloatArray | None = None, row: int = 0) -> TokenTree:
+        """The tree of some nodes of one row, which must hold the parents of all its nodes; in the order given.
+
+        Args:
+            nodes: indices, the root first, parents before children.
+            scores: (N,) to take instead of the row's own.
+        """
         place = np.full(len(self) + 1, -1, np.int64)
         place[nodes] = np.arange(len(nodes))
         parents = place[self.parents[row, nodes]]  # -1 reads the last entry, which stays -1
-        return TokenTree(self.tokens[row, nodes], parents, self.scores[row, nodes])
+        return TokenTree(self.tokens[row, nodes], parents, (self.scores[row] if scores is None else scores)[nodes])
+
+    def depth_first(self) -> TokenTree:
+        """One row, reordered: each node is followed by its best child's subtree, then the next child's.
+
+        A path of best children is then a run of nodes, which the cache keeps without moving anything.
+        """
+        depths, ancestors = self.depths[0], self.ancestors[0]
+        ranks = np.zeros((len(self), int(depths.max()) + 1), np.int64)  # along each node's path, -1 beyond its end
+        ranks -= 1
+        node, above = np.nonzero(ancestors)
+        ranks[node, depths[above]] = self.sibling_ranks[0, above]
+        order = np.lexsort(ranks.T[::-1])
+        return self if (order == np.arange(len(order))).all() else self.select(order)
 
     def __repr__(self) -> str:
         return f"TokenTree(rows={self.rows}, nodes={self.sizes.tolist()}, depth={int(self.depths.max())})"

@@ -33,7 +33,7 @@ def record(text: Sequence[int], start: int, drafter: Drafter, budget: Budget) ->
     own = drafter.for_call()
     nothing = Verified(TokenTree.root_only(int(text[start - 1])), torch.zeros(1, 1, 1))
     ids = torch.tensor([list(text[:start])])
-    own.start(Prompt(None, ids, None, False, LogitsProcessorList(), None, budget.max_nodes, nothing))  # type: ignore[arg-type]
+    own.start(Prompt(None, ids, None, False, LogitsProcessorList(), None, budget.max_nodes, nothing))
     trees = []
     for token in text[start:]:
         own.observe(Commit([token], [0], token, nothing))
@@ -66,7 +66,8 @@ def run(
             if most and budget.max_nodes:
                 drafted, spent = trace.trees[position], drafting
             tree = policy.cut(drafted, position)
-        node, committed = 0, []
+        node = 0
+        committed: list[int] = []
         while True:  # the walk: the recorded text is what the target says
             token = int(trace.text[min(trace.start + position + len(committed) + 1, len(trace.text) - 1)])
             committed.append(token)

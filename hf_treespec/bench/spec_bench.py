@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..drafters.recycling import Tables, exchange_tables
 from ..errors import OptionError
 from ..stats import DecodeStats
 
@@ -109,19 +110,25 @@ def measure(
         shared: further arguments of `generate` for all arms, e.g. `do_sample=True`.
     """
     for arm in arms:  # first use: self-checks, threads, caches
-        _decode(
-            arm.model or model, tokenizer, questions[0].text, seed, {**shared, **arm.arguments, "max_new_tokens": 4}
-        )
+        arguments = {**shared, **arm.arguments, "max_new_tokens": 4}
+        _decode(arm.model or model, tokenizer, questions[0].text, seed, arguments)
+    # an arm has learnt from its own earlier questions only, and from none of them twice
+    tables: dict[str, Tables] = {arm.name: {} for arm in arms}
     for number, question in enumerate(questions):
         times: dict[str, list[float]] = {arm.name: [] for arm in arms}
         texts: dict[str, Any] = {}
+        learnt: dict[str, Tables] = {}
         for repeat in range(repeats):
             turn = (number + repeat) % len(arms)
             for arm in (*arms[turn:], *arms[:turn]):
+                target = arm.model or model
+                exchange_tables(target, {width: table.copy() for width, table in tables[arm.name].items()})
                 arguments = {**shared, **arm.arguments, "max_new_tokens": new_tokens}
-                seconds, new, stats = _decode(arm.model or model, tokenizer, question.text, seed, arguments)
+                seconds, new, stats = _decode(target, tokenizer, question.text, seed, arguments)
+                learnt[arm.name] = exchange_tables(target)
                 times[arm.name].append(seconds)
                 texts[arm.name] = new, stats
+        tables = learnt
         for arm in arms:
             new, stats = texts[arm.name]
             same = new == texts[arms[0].name][0]

@@ -24,7 +24,7 @@ from .source import MIN_SCORE, Odds, Source, SourceDrafter
 # Match lengths with their own a(m): 1, 2, 3, 4-5, 6-8, 9-15, 16 and more. Priors: means over SmolLM2-135M's greedy
 # answers to instruction prompts, rounded.
 _LENGTHS = (1, 2, 3, 4, 6, 9, 16)
-_PRIOR = (0.25, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
+_PRIOR = (0.5, 0.65, 0.65, 0.75, 0.8, 0.9, 0.98)
 # Suffixes whose counts an appended token updates, and suffixes blended for one node: longer chains of suffix links
 # only occur in periodic text, where the long matches decide anyway.
 _COUNTED, _BLENDED = 16, 3

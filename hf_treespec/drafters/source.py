@@ -82,9 +82,9 @@ class SourceDrafter(Drafter):
 
     def observe(self, commit: Commit) -> None:
         for source in self._sources:
-            source.look(commit.verified)
-            for token in commit.tokens:
+            for token in commit.tokens:  # read first: were its guesses right, before it is told what was right?
                 source.read(token)
+            source.look(commit.verified)
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         tokens, parents, scores, depths = [context.last_token], [-1], [1.0], [0]

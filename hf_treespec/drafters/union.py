@@ -22,5 +22,5 @@ class UnionDrafter(SourceDrafter):
         self.width = check_width(width)
 
     def sources(self, prompt: Prompt) -> list[Source]:
-        table = table_of(prompt.target, prompt.verified.logits.shape[-1], self.width)
+        table = table_of(prompt.target, self.width, prompt.verified.logits.shape[-1])
         return [NgramSource(self.min_match), RecyclingSource(table)]
