@@ -183,7 +183,8 @@ class Calibration:
         x, y = labels.T
         weight = 0.995 ** np.arange(len(x))[::-1]
         theta = self.parameters[rank].copy()
-        for step in range(2 * self._STEPS):  # one parameter at a time: each may stand at its bound
+        steps = self._STEPS if len(labels) < 2 * self._EVERY else self._STEPS // 2  # it starts near the answer
+        for step in range(2 * steps):  # one parameter at a time: each may stand at its bound
             i = step % 2
             feature = x if i else np.ones_like(x)
             a = 1 / (1 + np.exp(-(theta[0] + theta[1] * x)))

@@ -232,13 +232,19 @@ class TokenTree:
         place = np.full(len(self) + 1, -1, np.int64)
         place[nodes] = np.arange(len(nodes))
         parents = place[self.parents[row, nodes]]  # -1 reads the last entry, which stays -1
-        return TokenTree(self.tokens[row, nodes], parents, (self.scores[row] if scores is None else scores)[nodes])
+        tree = TokenTree(self.tokens[row, nodes], parents, (self.scores[row] if scores is None else scores)[nodes])
+        # who stands above whom does not change: no need to walk up again
+        tree.ancestors = self.ancestors[row : row + 1, nodes[:, None], nodes]
+        tree.depths = self.depths[row : row + 1, nodes]
+        return tree
 
     def depth_first(self) -> TokenTree:
         """One row, reordered: each node is followed by its best child's subtree, then the next child's.
 
         A path of best children is then a run of nodes, which the cache keeps without moving anything.
         """
+        if not self.sibling_ranks.any():  # a chain
+            return self
         depths, ancestors = self.depths[0], self.ancestors[0]
         ranks = np.zeros((len(self), int(depths.max()) + 1), np.int64)  # along each node's path, -1 beyond its end
         ranks -= 1
