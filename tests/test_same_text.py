@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import SHAPES, VOCAB, adversary, around, prompt, run, target
-from transformers import LogitsProcessor, LogitsProcessorList
+from conftest import SHAPES, VOCAB, WIDE_OPEN, adversary, around, prompt, run, target
+from transformers import LogitsProcessor, LogitsProcessorList, SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 # Every processor meets every model, drafter, attention and 50 seeds in the full matrix (HF_TREESPEC_FULL=1);
 # by default the 50 seeds of each (model, drafter, attention) are dealt out among the processors.
@@ -160,3 +160,46 @@ def test_coupled_drafts_are_accepted_far_more_often_than_blind_ones() -> None:
     torch.manual_seed(0)
     stats = run(model, prompt(), "model", assistant_model=model, **common).tree_spec
     assert stats.acceptance_by_depth[:3] == [1.0, 1.0, 1.0]
+
+
+class _Reached:
+    """A grammar of one's own: allows the tokens that its table says, by prefix."""
+
+    def __call__(self, batch_id: int, ids: torch.Tensor) -> list[int]:
+        assert batch_id == 0 and ids.dim() == 1
+        return [t for t in range(2, VOCAB) if (t + int(ids[-1]) + len(ids)) % 3]
+
+
+OPTIONS: dict[str, Any] = {
+    "prefix_allowed_tokens_fn": lambda: {"prefix_allowed_tokens_fn": _Reached()},
+    "forced_eos": lambda: {"forced_eos_token_id": 7},
+    "min_length": lambda: {"min_length": 20, "eos_token_id": list(range(2, 30))},
+    "decaying_length": lambda: {"exponential_decay_length_penalty": (3, 1.3), "eos_token_id": [5, 9, 11]},
+    "sequence_bias": lambda: {"sequence_bias": [[[5], 2.0], [[7, 8], -5.0], [[9, 10, 11], 4.0]]},
+    "suppress": lambda: {"suppress_tokens": list(range(10, 40)), "begin_suppress_tokens": list(range(40, 50))},
+    "encoder_penalties": lambda: {"encoder_repetition_penalty": 1.5, "encoder_no_repeat_ngram_size": 2},
+    "renormalised": lambda: {"renormalize_logits": True, "remove_invalid_values": True},
+    "typical": lambda: {"do_sample": True, "typical_p": 0.7},
+    "cutoffs": lambda: {"do_sample": True, "epsilon_cutoff": 0.02, "eta_cutoff": 0.02},
+    "top_h": lambda: {"do_sample": True, "top_h": 0.5},
+    "watermark": lambda: {"do_sample": True, "watermarking_config": WatermarkingConfig(bias=3.0)},
+    "synthid": lambda: {
+        "do_sample": True,
+        "watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7], ngram_len=3, context_history_size=8),
+    },
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("drafter", ["truth_last", "model"])
+def test_options_of_generate(option: str, drafter: str) -> None:
+    """The rest of transformers' processors and warpers; the stateful SynthID among them."""
+    model = target("llama")
+
+    def text(**spec: Any) -> torch.Tensor:
+        torch.manual_seed(6)
+        return model.generate(prompt(), **{"max_new_tokens": 16, "do_sample": False, **OPTIONS[option](), **spec})
+
+    expected = text()
+    spec = {"drafter": drafter if drafter == "model" else around(expected, drafter), **WIDE_OPEN}
+    assert torch.equal(text(tree_spec=spec, **({"assistant_model": model} if drafter == "model" else {})), expected)
