@@ -27,13 +27,29 @@ class Phrases(Drafter):
 
 def main() -> None:
     model, tokenizer = hf_treespec.demo_model()
-    phrases = [" capital of France is Paris", " capital of Italy is Rome", " capital of Spain is Madrid"]
+    months = ["January", "February", "March", "April", "May", "June"]
+    months += ["July", "August", "September", "October", "November", "December"]
+        "January",
+        "February",
+        "March",
+        "April",
+        "May",
+        "June",
+        "July",
+        "August",
+        "September",
+        "October",
+        "November",
+        "December",
+    ]
+    phrases = [" " + ", ".join(months), " " + " and ".join(months[:2])]  # two ways in which a list may go on
     drafter = Phrases([tokenizer(text)["input_ids"] for text in phrases])
     hf_treespec.check_drafter(drafter, model, max_new_tokens=4)  # in a test of yours
 
-    messages = [{"role": "user", "content": "What are the capitals of France, Italy and Spain?"}]
+    messages = [{"role": "user", "content": "List the months of the year, separated by commas."}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    for record in hf_treespec.stream(model, **inputs, max_new_tokens=40, do_sample=False, tree_spec=drafter):
+    always = {"drafter": drafter, "fallback": False}  # verify every draft, also where it does not pay on this machine
+    for record in hf_treespec.stream(model, **inputs, max_new_tokens=40, do_sample=False, tree_spec=always):
         print(f"{record.accepted} of {record.drafted} accepted:", repr(tokenizer.decode(record.committed)))
 
 

@@ -7,10 +7,14 @@ import torch
 
 import hf_treespec
 
+PROMPT = """Correct the spelling mistakes in this text and repeat the whole text:
+
+The committee met on Tuesday to discus the new budget for the library. Several members said that the budget was to small."""
+
 
 def main() -> None:
     model, tokenizer = hf_treespec.demo_model()
-    messages = [{"role": "user", "content": "Fix the typos: The quik brown fox jumps ovr the lazy dog near the rivr."}]
+    messages = [{"role": "user", "content": PROMPT}]
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
 
     plain = model.generate(**inputs, max_new_tokens=40, do_sample=False)

@@ -46,6 +46,10 @@ class TreeSpecConfig:
         "Size each round by what rows cost and drafts are worth here, down to plain decoding. False verifies whatever is "
         "drafted within the limits, which makes a half-precision run reproducible.",
     )
+    remember: bool = _knob(
+        False,
+        "Keep what rounds cost here in the user's cache folder, so that later processes need not measure it again.",
+    )
     self_check: bool = _knob(
         True, "Compare a small tree with a sequential forward once per loaded architecture, before the first token."
     )

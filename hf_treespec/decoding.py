@@ -30,7 +30,7 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from . import _compat, attention
 from .accept import NoiseWindow, Picker, walk
-from .budget import Sizer, knowledge_of
+from .budget import Sizer, knowledge_of, save_costs
 from .cache import TreeCache, check_cache
 from .config import TreeSpecConfig
 from .drafters.base import Budget, Commit, DraftContext, Drafter, Prompt
@@ -79,7 +79,10 @@ class Decoding:
         self.result: Any = None
         self.finished = False
         self.sampled = bool(call.generation_config.do_sample)
-        self.sizer = knowledge_of(call.model, self.drafter.name, self.sampled) if call.config.fallback else None
+        self.sizer: Sizer | None = None
+        if call.config.fallback:
+            remember = call.config.remember
+            self.sizer = knowledge_of(call.model, self.drafter.name, self.sampled, remember=remember)
         self.text = Text(call.ids)
         self.limit = call.stopping.max_length or sys.maxsize
         self.outputs = Outputs(call.generation_config)
@@ -95,6 +98,8 @@ class Decoding:
             with _compat.optimize_for_decode(self.call.model):
                 while not self.finished:
                     yield self.round()
+        if self.sizer is not None and self.call.config.remember:
+            save_costs(self.call.model)
         self.result = self.outputs.result(self.text.ids.clone(), self.source)
         self.result.tree_spec = self.stats
 

@@ -83,7 +83,7 @@ def demo_model(
     Raises:
         DemoModelError: neither the package nor the Hub can give the weights, or the cache cannot be written.
     """
-    root = _cache_root(cache_dir)
+    root = cache_root(cache_dir)
     folder = _ensure(root)
     model: Any  # type checkers misread the .to() that transformers wraps
     placed = {} if quantization_config is None else {"device_map": {"": device}}  # quantised weights cannot be moved
@@ -113,10 +113,11 @@ def demo_model_path(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     Raises:
         DemoModelError: as for ``demo_model``.
     """
-    return _ensure(_cache_root(cache_dir))
+    return _ensure(cache_root(cache_dir))
 
 
-def _cache_root(cache_dir: str | os.PathLike[str] | None) -> Path:
+def cache_root(cache_dir: str | os.PathLike[str] | None = None) -> Path:
+    """The folder for everything that this package keeps: as told, as the environment says, or the user's cache."""
     named = cache_dir or os.environ.get(CACHE_VARIABLE)
     if named:
         return Path(named).expanduser()

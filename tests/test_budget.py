@@ -196,3 +196,19 @@ def test_knowledge_outlives_the_call_and_is_kept_apart(llama: PreTrainedModel) -
     assert budget.knowledge_of(model, "ngram", True) is not greedy
     assert budget.knowledge_of(model, "union", False).costs is greedy.costs
     assert budget.knowledge_of(build("llama"), "ngram", False).costs is not greedy.costs
+
+
+def test_costs_are_remembered_on_request(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("HF_TREESPEC_CACHE", str(tmp_path))
+    arguments: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    build("llama").generate(prompt(), tree_spec="ngram", **arguments)
+    assert not list(tmp_path.rglob("*.json"))  # not asked for
+    build("llama").generate(prompt(), tree_spec={"remember": True}, **arguments)
+    (file,) = tmp_path.rglob("*.json")
+    later = build("llama")
+    known = budget.knowledge_of(later, "union", False, remember=True)
+    assert sum(known.costs.measured().values()) > 5
+    file.write_text("{")
+    broken = budget.knowledge_of(build("llama"), "union", False, remember=True)
+    assert not broken.costs.measured()
+    assert str(file) in caplog.text

@@ -107,12 +107,12 @@ def test_cache_folder_order(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for variable in ("HF_TREESPEC_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)
-    assert demo._cache_root(None) == tmp_path / "home" / ".cache" / "hf_treespec"
+    assert demo.cache_root(None) == tmp_path / "home" / ".cache" / "hf_treespec"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert demo._cache_root(None) == tmp_path / "xdg" / "hf_treespec"
+    assert demo.cache_root(None) == tmp_path / "xdg" / "hf_treespec"
     monkeypatch.setenv("HF_TREESPEC_CACHE", "~/own")
-    assert demo._cache_root(None) == tmp_path / "home" / "own"
-    assert demo._cache_root(tmp_path / "given") == tmp_path / "given"
+    assert demo.cache_root(None) == tmp_path / "home" / "own"
+    assert demo.cache_root(tmp_path / "given") == tmp_path / "given"
 
 
 @pytest.mark.parametrize("death", [KeyboardInterrupt(), OSError("disk full"), ValueError("not a GGUF file")])
