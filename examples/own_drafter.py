@@ -29,19 +29,6 @@ def main() -> None:
     model, tokenizer = hf_treespec.demo_model()
     months = ["January", "February", "March", "April", "May", "June"]
     months += ["July", "August", "September", "October", "November", "December"]
-        "January",
-        "February",
-        "March",
-        "April",
-        "May",
-        "June",
-        "July",
-        "August",
-        "September",
-        "October",
-        "November",
-        "December",
-    ]
     phrases = [" " + ", ".join(months), " " + " and ".join(months[:2])]  # two ways in which a list may go on
     drafter = Phrases([tokenizer(text)["input_ids"] for text in phrases])
     hf_treespec.check_drafter(drafter, model, max_new_tokens=4)  # in a test of yours

@@ -12,6 +12,7 @@ It refuses to know how trees are made and verified: it calls what any user of th
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -28,7 +29,6 @@ from .drafters import base as drafters
 from .errors import TreeSpecError
 from .integration import resolve
 from .loading import Loaded, UserError, load, quiet_libraries
-from .packing import pack
 from .streaming import stream
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.command is None:
             parser.print_help()
             return 0
-        with quiet_libraries():
+        with quiet_libraries(), contextlib.ExitStack() as args.until_the_end:
             return int(args.command(args))
     except (UserError, TreeSpecError) as error:
         return _complain(str(error), 2)
@@ -122,7 +122,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
         help="default: bfloat16 on cuda, else float32; auto: the checkpoint's",
     )
     model.add_argument("--nf4", action="store_true", help="4-bit weights by bitsandbytes")
-    model.add_argument("--pack", action="store_true", help="packed half-precision weights on a CPU: faster, see README")
+    model.add_argument(
+        "--pack",
+        action=argparse.BooleanOptionalAction,
+        help="packed half-precision weights on a CPU: faster, see README. The demo does so unless told not to",
+    )
     model.add_argument("--threads", type=_number(int, 1), metavar="N", help="torch's CPU threads")
     tree = parser.add_argument_group("tree")
     tree.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
@@ -176,9 +180,9 @@ def load_named(args: argparse.Namespace) -> Loaded:
         torch.set_num_threads(args.threads)
     _progress(f"loading {args.model or HUB_ID} ...")
     loaded = load(args.model, assistant=args.assistant_model, device=args.device, dtype=args.dtype, nf4=args.nf4)
-    if args.pack:
-        for model in filter(None, (loaded.model, loaded.assistant)):
-            pack(model)
+    args.until_the_end.enter_context(
+        loaded.packed(None if args.pack is None and args.command is run_demo else bool(args.pack))
+    )
     return loaded
 
 

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from . import __version__
 from .demo_model import HUB_ID, demo_model
+from .packing import can_pack, is_packed, pack
 
 
 class UserError(Exception):
@@ -51,6 +52,21 @@ class Loaded:
         ids = ids.to(self.model.device)
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
+    @contextlib.contextmanager
+    def packed(self, wanted: bool | None) -> Iterator[None]:
+        """The models packed for a while: where asked to (True), or where it helps and can be done (None)."""
+        with contextlib.ExitStack() as stack:
+            for model in filter(None, (self.model, self.assistant)):
+                fit = can_pack() and model.device.type == "cpu" and model.dtype == torch.float32
+                if wanted or (wanted is None and fit and not getattr(model, "is_quantized", False)):
+                    stack.enter_context(pack(model))
+            yield
+
+    def _quantization(self) -> str | None:
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            return "nf4"
+        return "packed half precision" if is_packed(self.model) else None
+
     def machine(self) -> dict[str, Any]:
         """What the numbers were measured on."""
         device = self.model.device
@@ -59,7 +75,7 @@ class Loaded:
             "device": str(device),
             "device_name": torch.cuda.get_device_name(device) if cuda else platform.processor() or platform.machine(),
             "dtype": str(self.model.dtype).removeprefix("torch."),
-            "quantization": "nf4" if getattr(self.model, "is_loaded_in_4bit", False) else None,
+            "quantization": self._quantization(),
             "threads": torch.get_num_threads(),
             "python": platform.python_version(),
             "torch": torch.__version__,

@@ -80,6 +80,10 @@ class Packed:
         self.unpack()
 
 
+def is_packed(model: PreTrainedModel) -> bool:
+    return any(isinstance(module, PackedLinear) for module in model.modules())
+
+
 def can_pack() -> bool:
     """Whether this build of torch has FBGEMM's packed half-precision linear on this processor."""
     return "fbgemm" in torch.backends.quantized.supported_engines
@@ -105,7 +109,7 @@ def pack(model: PreTrainedModel) -> Packed:
             f"this torch has no FBGEMM (its quantised engines: {engines}), so {kind} cannot be packed; it needs an x86 "
             "processor with AVX2 and a torch build for it."
         )
-    if any(isinstance(module, PackedLinear) for module in model.modules()):
+    if is_packed(model):
         raise UnsupportedModelError(f"{kind} is packed already; unpack it first.")
     if model.device.type != "cpu" or model.dtype != torch.float32 or getattr(model, "is_quantized", False):
         raise UnsupportedModelError(
