@@ -61,14 +61,6 @@ class Call:
     assistant_model: PreTrainedModel | None = None
 
 
-def decode(call: Call) -> Any:
-    """Decodes to the end; returns what plain `generate` would, with `.tree_spec` (`DecodeStats`) on it."""
-    decoding = Decoding(call)
-    for _ in decoding.rounds():
-        pass
-    return decoding.result
-
-
 class Decoding:
     """The state of one call. `rounds` does the work; `result` stands when it is exhausted."""
 
@@ -90,6 +82,12 @@ class Decoding:
         self.forward_arguments = round_arguments(call.model, call.model_kwargs)
         if self.drafter.hidden_layers:
             call.model_kwargs["output_hidden_states"] = self.forward_arguments.constant["output_hidden_states"] = True
+
+    def run(self) -> Any:
+        """Decodes to the end; returns what plain `generate` would, with `.tree_spec` (`DecodeStats`) on it."""
+        for _ in self.rounds():
+            pass
+        return self.result
 
     def rounds(self) -> Generator[RoundRecord, None, None]:
         """Runs the call and yields a record after each round, the prompt's first. May be closed early."""

@@ -22,7 +22,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 
 from . import support
 from .config import TreeSpecConfig
-from .decoding import Call, Decoding, decode
+from .decoding import Call, Decoding
 from .drafters.base import Drafter, make_drafter
 from .errors import OptionError, UnsupportedArgumentError
 
@@ -152,18 +152,25 @@ def _tree_spec_decoding(
     **model_kwargs: Any,
 ) -> Any:
     """Tree decoding, called by `generate` like its own decoding methods. See `hf_treespec.decoding`."""
-    support.check_call(input_ids.shape[0], synced_gpus)
-    config, drafter, stream = resolve(generation_config.tree_spec, assistant_model)
-    call = Call(
-        model=self,
-        config=config,
-        drafter=drafter,
-        ids=input_ids,
-        processors=logits_processor,
-        stopping=stopping_criteria,
-        generation_config=generation_config,
-        model_kwargs=model_kwargs,
-        streamer=streamer,
-        assistant_model=assistant_model,
-    )
-    return Decoding(call) if stream else decode(call)
+    try:
+        support.check_call(input_ids.shape[0], synced_gpus)
+        config, drafter, stream = resolve(generation_config.tree_spec, assistant_model)
+        decoding = Decoding(
+            Call(
+                model=self,
+                config=config,
+                drafter=drafter,
+                ids=input_ids,
+                processors=logits_processor,
+                stopping=stopping_criteria,
+                generation_config=generation_config,
+                model_kwargs=model_kwargs,
+                streamer=streamer,
+                assistant_model=assistant_model,
+            )
+        )
+    except BaseException:
+        if streamer is not None:  # it holds the prompt already, and somebody may be waiting at its other end
+            streamer.end()
+        raise
+    return decoding if stream else decoding.run()

@@ -426,3 +426,11 @@ def test_hidden_states_reach_drafters_that_ask(llama: PreTrainedModel) -> None:
         assert commit.verified.hidden_states[1].shape == (1, len(commit.verified.tree), 32)
     first = drafter.commits[0].verified.hidden_states
     assert first is not None and first[1].shape == (1, 12, 32)  # the whole prompt's
+
+
+def test_streamers_end_when_a_call_is_refused_late(llama: PreTrainedModel) -> None:
+    """A consumer on another thread must not wait forever for a text that is not coming."""
+    recorder = Recorder()
+    with pytest.raises(hf_treespec.UnsupportedArgumentError, match="a batch of 2"):
+        llama.generate(prompt().repeat(2, 1), tree_spec=True, streamer=recorder, **GREEDY)
+    assert recorder.ended == 1
