@@ -135,7 +135,7 @@ class Decoding:
             budget = self.sizer.budget(budget, self.cache.filled)
         if budget.max_nodes == 0 or budget.max_depth == 0:
             return TokenTree.root_only(self.text.last_token)
-        context = DraftContext(self.text.ids, self.text.last_token, self.noise, self.limit - self.text.length)
+        context = DraftContext(self.text.ids, [self.text.last_token], self.noise, self.limit - self.text.length)
         with watch.part("draft"):
             tree = self.drafter.draft(context, budget)
         _check_drafted(self.drafter, tree, self.text.last_token, self.vocabulary)
@@ -169,12 +169,12 @@ class Decoding:
             if self.finished:
                 break
         bonus = token if child is None else None
-        return Commit(tokens, path, bonus, verified)
+        return Commit([tokens], [path], [bonus], verified)
 
     def commit(self, commit: Commit) -> None:
         """5 commit: of the tree, the cache keeps the nodes whose successors are now in the text."""
         self.outputs.round(commit, self.cache)
-        self.cache.keep([commit.path])
+        self.cache.keep(commit.path)
         if self.call.config.debug:
             cached = self.cache.filled - self.cached_by_prompt
             assert cached == self.text.new - 1, f"the cache holds {cached} new tokens and the text {self.text.new}"
@@ -190,9 +190,9 @@ class Decoding:
             tokens=tree.tokens[0],
             parents=tree.parents[0],
             scores=tree.scores[0],
-            path=commit.path,
-            committed=commit.tokens,
-            bonus=commit.bonus,
+            path=commit.path[0],
+            committed=commit.tokens[0],
+            bonus=commit.bonus[0],
             seconds=watch.read(),
         )
         self.stats.records.append(record)

@@ -49,7 +49,7 @@ class Outputs:
 
     def round(self, commit: Commit, cache: TreeCache) -> None:
         verified = commit.verified
-        for node in commit.path:
+        for node in commit.path[0]:
             if self.hidden_states is not None and verified.hidden_states is not None:
                 self.hidden_states += (tuple(h[:, node : node + 1] for h in verified.hidden_states),)
             if self.attentions is not None and verified.attentions is not None:

@@ -27,12 +27,12 @@ def started(drafter: Drafter, ids: list[int], model: Any = None, do_sample: bool
     verified = Verified(TokenTree.root_only(ids[-2]), logits)
     text = torch.tensor([ids[:-1]])
     fresh.start(Prompt(model, text, None, do_sample, LogitsProcessorList(), None, 64, verified))
-    fresh.observe(Commit([ids[-1]], [0], ids[-1], verified))
+    fresh.observe(Commit([[ids[-1]]], [[0]], [ids[-1]], verified))
     return fresh
 
 
 def drafted(drafter: Drafter, ids: list[int], budget: Budget = BUDGET, noise: Any = None) -> TokenTree:
-    tree = drafter.draft(DraftContext(torch.tensor([ids]), ids[-1], noise, 100), budget)
+    tree = drafter.draft(DraftContext(torch.tensor([ids]), [ids[-1]], noise, 100), budget)
     tree.check(61)
     return tree
 
@@ -153,7 +153,7 @@ def test_draft_after_acceptance_equals_a_fresh_drafters(
         path = tree.path(leaf)[: None if accept == "all" else accept + 1]
         bonus = 2 + (7 * round_number + len(ids)) % 50
         tokens = [*tree.tokens[0, path[1:]].tolist(), bonus]
-        kept.observe(Commit(tokens, path, bonus, Verified(tree, torch.zeros(1, len(tree), 61))))
+        kept.observe(Commit([tokens], [path], [bonus], Verified(tree, torch.zeros(1, len(tree), 61))))
         ids += tokens
 
 

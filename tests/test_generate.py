@@ -410,7 +410,7 @@ def test_drafters_see_the_logits_of_rejected_nodes_too(llama: PreTrainedModel) -
     for commit in drafter.commits:
         expected = path_logits(llama, text[:, :done], commit.verified.tree)
         torch.testing.assert_close(commit.verified.logits[0], expected, atol=1e-4, rtol=0)
-        done += len(commit.tokens)
+        done += len(commit.tokens[0])
 
 
 def test_hidden_states_reach_drafters_that_ask(llama: PreTrainedModel) -> None:

@@ -36,8 +36,8 @@ def record(text: Sequence[int], start: int, drafter: Drafter, budget: Budget) ->
     own.start(Prompt(None, ids, None, False, LogitsProcessorList(), None, budget.max_nodes, nothing))
     trees = []
     for token in text[start:]:
-        own.observe(Commit([token], [0], token, nothing))
-        trees.append(own.draft(DraftContext(ids, token, None, len(text)), budget))
+        own.observe(Commit([[token]], [[0]], [token], nothing))
+        trees.append(own.draft(DraftContext(ids, [token], None, len(text)), budget))
     return Trace(text, start, trees)
 
 

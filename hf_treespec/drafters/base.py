@@ -70,19 +70,19 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """What one round added to the text.
+    """What one round added to the text, for each of B rows (one, for now).
 
     Attributes:
-        tokens: new tokens, in order. The last one is the next round's root.
-        path: for each of them the node of `verified.tree` that it follows: the root, then accepted nodes. These nodes
-            are now in the target's cache.
-        bonus: the last token, where the target added it itself; None where decoding stopped on a drafted token.
+        tokens: for each row its new tokens, in order. The last one is the row's next root.
+        path: for each row and each of its new tokens the node of `verified.tree` that it follows: the root, then accepted
+            nodes. These nodes are now in the target's cache.
+        bonus: for each row its last token, where the target added it itself; None where decoding stopped on a drafted one.
         verified: the round's tree with the logits (and hidden states) of all its nodes, rejected ones too.
     """
 
-    tokens: list[int]
-    path: list[int]
-    bonus: int | None
+    tokens: list[list[int]]
+    path: list[list[int]]
+    bonus: list[int | None]
     verified: Verified
 
 
@@ -92,16 +92,20 @@ class DraftContext:
 
     Attributes:
         ids: (B, t) int64, prompt and committed tokens. Treat as read-only.
-        last_token: the root of the tree that is asked for.
+        last_tokens: for each row the root of the tree that is asked for. `last_token` is the first row's.
         noise: the window on the target's coming draws, or None in greedy decoding. `noise.peek(d - 1)` is the draw
             with which the target will choose a token at depth d; children = top tokens of log q - log(draw).
         remaining: tokens that decoding may still commit.
     """
 
     ids: torch.Tensor
-    last_token: int
+    last_tokens: list[int]
     noise: NoiseWindow | None
     remaining: int
+
+    @property
+    def last_token(self) -> int:
+        return self.last_tokens[0]
 
 
 class Drafter(abc.ABC):

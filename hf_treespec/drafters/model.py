@@ -96,7 +96,7 @@ class ModelDrafter(Drafter):
         kept: list[int] = []
         if self._slots:
             node = 0
-            for token in commit.tokens[:-1]:  # the last one is the next root, which is read at the round's start
+            for token in commit.tokens[0][:-1]:  # the last one is the next root, which is read at the round's start
                 child = self._tree.child(node, token)
                 if child is None or child not in self._slots:
                     break
@@ -104,7 +104,7 @@ class ModelDrafter(Drafter):
                 node = child
             self._cache.keep([[*range(self._slots[0] + 1), *kept]])
             self._slots = {}
-        self._unread.extend(commit.tokens[len(kept) :])
+        self._unread.extend(commit.tokens[0][len(kept) :])
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         self.forwards = 0

@@ -82,7 +82,7 @@ class SourceDrafter(Drafter):
 
     def observe(self, commit: Commit) -> None:
         for source in self._sources:
-            for token in commit.tokens:  # read first: were its guesses right, before it is told what was right?
+            for token in commit.tokens[0]:  # read first: were its guesses right, before it is told what was right?
                 source.read(token)
             source.look(commit.verified)
 
