@@ -196,3 +196,77 @@ def test_a_drafting_model_that_can_read_no_further_drafts_nothing(llama: PreTrai
 def test_contract_types_are_frozen() -> None:
     for kind in (Budget, Commit, DraftContext, Prompt):
         assert dataclasses.fields(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+# -------------------------------------------------------------------- recycling and the union
+
+
+def test_top_of_a_large_vocabulary_is_exact() -> None:
+    from hf_treespec.drafters.recycling import _top
+
+    for size in (4096, 4100, 512):  # in chunks; not a multiple of a chunk; too few chunks
+        scores = torch.randn(7, size)
+        values, places = _top(scores, 8)
+        expected = scores.topk(8, dim=-1)
+        assert torch.equal(values, expected.values) and torch.equal(places, expected.indices)
+
+
+def test_recycling_keeps_what_the_target_thought_also_at_rejected_nodes(llama: PreTrainedModel) -> None:
+    from hf_treespec.drafters.recycling import RecyclingSource, Successors
+
+    source = RecyclingSource(Successors(4))
+    for token in (5, 6):
+        source.read(token)
+    tree = TokenTree([6, 7, 8, 9], [-1, 0, 0, 2])  # the text ... 5 6; drafted 7, and 8 9
+    logits = torch.randn(1, 4, 61)
+    source._before_root = 5
+    source.look(Verified(tree, logits))
+    best = logits[0].topk(4).indices.tolist()
+    for context, row in ((6, 0), ((5, 6), 0), (7, 1), ((6, 7), 1), (8, 2), (9, 3), ((8, 9), 3)):
+        assert [token for token, _ in source.table.after(context)] == best[row]
+    assert source.table.after((5, 9)) == []
+    guesses = source.guesses((5, 6))
+    assert next(iter(guesses)) == best[0][0] and 0 < sum(guesses.values()) <= 1
+
+
+def test_recycling_tables_are_bounded(monkeypatch: Any) -> None:
+    from hf_treespec.drafters import recycling
+
+    monkeypatch.setattr(recycling, "MAX_CONTEXTS", 100)
+    table = recycling.Successors(2)
+    for start in range(0, 1000, 10):
+        table.store([[t] for t in range(start, start + 10)], torch.randn(10, 61))
+    assert len(table.place) <= 110
+    assert table.after(999)
+
+
+def test_a_target_learns_from_call_to_call(llama: PreTrainedModel) -> None:
+    """The second time over, the target's own opinions draft its text."""
+    from hf_treespec.drafters.recycling import exchange_tables
+
+    exchange_tables(llama)
+    arguments: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30}
+    first = run(llama, prompt(), "recycling", **arguments).tree_spec
+    second = run(llama, prompt(), "recycling", **arguments).tree_spec
+    assert second.tokens_per_round > 1.5 * first.tokens_per_round
+    exchange_tables(llama)
+    again = run(llama, prompt(), "recycling", **arguments).tree_spec
+    assert again.tokens_per_round == first.tokens_per_round
+
+
+def test_the_union_holds_what_its_members_propose(llama: PreTrainedModel) -> None:
+    from hf_treespec import UnionDrafter
+
+    ids = [*range(2, 30), 2, 3, 4, 5]
+    union = started(UnionDrafter(width=3), ids, llama)
+    assert (6, 7, 8, 9, 10, 11) in paths(drafted(union, ids))
+    union._sources[1].table.store([[5]], torch.eye(61)[[50]] * 9)  # type: ignore[attr-defined]
+    assert {(6,), (50,)} <= paths(drafted(union, ids))
+
+
+@pytest.mark.parametrize("name", ["recycling", "union"])
+def test_widths_out_of_range_are_named(name: str) -> None:
+    from hf_treespec import DrafterError, make_drafter
+
+    with pytest.raises(DrafterError, match="width=0"):
+        make_drafter(name, width=0)
