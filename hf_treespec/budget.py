@@ -101,7 +101,7 @@ class CostModel:
         """The monotone curve through the medians, at zero context."""
         rows = sorted(self._samples)
         medians = [_typical([s / (1 + self._slope * c) for c, s in self._samples[n]]) for n in rows]
-        known = _monotone(medians, [float(len(self._samples[n])) for n in rows])
+        known = monotone(medians, [float(len(self._samples[n])) for n in rows])
         if len(rows) == 1:
             slope = PRIOR_SLOPE * known[0]
         else:  # beyond what was measured it goes on as steeply as it has risen, at the end or on the whole
@@ -137,7 +137,7 @@ def _typical(seconds: list[float]) -> float:
     return statistics.median(seconds) if len(seconds) >= 5 else min(seconds)
 
 
-def _monotone(values: list[float], weights: list[float]) -> list[float]:
+def monotone(values: list[float], weights: list[float]) -> list[float]:
     """Isotonic regression (pool adjacent violators): the rising sequence nearest to `values`."""
     blocks: list[list[float]] = []  # value, weight, count
     for value, weight in zip(values, weights, strict=True):

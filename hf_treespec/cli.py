@@ -1,7 +1,8 @@
-"""The command `hf-treespec`: demo · generate · drafters.
+"""The command `hf-treespec`: demo · generate · profile · drafters.
 
 `demo` decodes one prompt plainly, as a chain and as a tree: see `hf_treespec.demo`.
 `generate` streams a text to stdout, and nothing else there.
+`profile` measures what rows cost and drafts are worth: see `hf_treespec.profile`.
 
 Exit status: 0; 1 texts differ that must not; 2 a mistake of the caller's, in one line on stderr; 130 interrupted.
 
@@ -19,11 +20,12 @@ import json
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from . import __version__, demo, terminal
+from . import __version__, demo, profile, profile_view, terminal
 from .demo_model import HUB_ID
 from .drafters import base as drafters
 from .errors import TreeSpecError
@@ -104,7 +106,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--seed", type=_number(int, 0, 2**63 - 1), metavar="N", help="the same seed gives the same text"
     )
 
-    for command in (shown, generate):
+    measured = commands.add_parser(
+        "profile", help="what rows cost here, what drafts are worth, and the sizes that follow"
+    )
+    measured.set_defaults(command=run_profile)
+    measured.add_argument("prompt", nargs="?", type=_prompt, help="default: short ones of several kinds")
+    measured.add_argument("--png", type=Path, metavar="FILE", help="draw it there too (needs matplotlib)")
+    measured.add_argument("--plain", action="store_true", help="no colours (implied where not a terminal)")
+
+    for command in (shown, generate, measured):
         _add_common(command)
     names = commands.add_parser("drafters", help="list who can draft")
     names.set_defaults(command=run_drafters)
@@ -207,13 +217,15 @@ def run_demo(args: argparse.Namespace) -> int:
     return _complain(f"THE TEXTS DIFFER: {different}. In float32 that is a bug of hf_treespec; please report it.", 1)
 
 
-def pick_screen(args: argparse.Namespace) -> terminal.Screen | None:
-    """Where the demo is shown; None for JSON."""
+def pick_screen(args: argparse.Namespace, *, drawn: bool = True) -> terminal.Screen | None:
+    """Where results are shown; None for JSON. Without rich, what must be `drawn` is refused."""
     if args.json or args.rounds:
         return None
     if args.plain or not sys.stdout.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return terminal.PlainScreen()
     if importlib.util.find_spec("rich") is None:
+        if not drawn:
+            return terminal.PlainScreen()
         raise UserError("the drawn demo needs rich: pip install hf-treespec[demo]  (or run it with --plain)")
     return terminal.RichScreen()
 
@@ -254,6 +266,25 @@ def run_generate(args: argparse.Namespace) -> int:
         f"per round, {stats.committed / seconds:.1f} tokens/s with the prompt ({stats.drafter} drafts)",
         file=sys.stderr,
     )
+    return 0
+
+
+def run_profile(args: argparse.Namespace) -> int:
+    screen = pick_screen(args, drawn=False)
+    options = tree_options(args)
+    if args.png is not None:
+        profile_view.check_png(args.png)
+    loaded = load_named(args)
+    prompts = {"prompt": args.prompt} if args.prompt else profile.PROMPTS
+    inputs = {name: loaded.inputs(text, args.raw) for name, text in prompts.items()}
+    found = profile.measure(loaded.model, inputs, options, loaded.assistant, args.max_new_tokens, say=_progress)
+    facts = {"model": loaded.name, "machine": loaded.machine(), "prompts": prompts}
+    if args.png is not None:
+        profile_view.write_png(found, facts, args.png)
+    if screen is None:
+        print(json.dumps({**facts, **found.to_dict(rounds=args.rounds)}, indent=2))
+    else:
+        profile_view.show(found, facts, screen)
     return 0
 
 

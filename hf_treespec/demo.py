@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from . import terminal
+from .loading import describe
 from .stats import DecodeStats, RoundRecord
 
 # Copy and edit is where n-gram drafts are at their best. SmolLM2-135M does correct this one; where a misspelt word
@@ -156,15 +157,11 @@ def show(arms: list[Arm], tokenizer: Any, facts: dict[str, Any], screen: termina
     """Tells it all on `screen`; `speed` None replays nothing."""
     tree = arms[-1]
     assert tree.stats is not None
-    machine = facts["machine"]
-    where = [machine["device"], machine["quantization"] or machine["dtype"]]
-    if machine["device"] == "cpu":
-        where.append(f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}")
     screen.show(
         [
             [],
             [("One prompt decoded three ways: plainly, with a chain and with a tree of guesses", "title")],
-            [(f"{facts['model']}, {', '.join(where)}, drafts by {tree.stats.drafter}", "muted")],
+            [(f"{facts['model']}, {describe(facts['machine'])}, drafts by {tree.stats.drafter}", "muted")],
             [],
             [("Prompt", "title")],
             [(terminal.inert(facts["prompt"]), "")],

@@ -84,6 +84,12 @@ class Loaded:
         }
 
 
+def describe(machine: dict[str, Any]) -> str:
+    """What `Loaded.machine` says, as short as a heading wants it."""
+    threads = f", {machine['threads']} thread{'s' * (machine['threads'] != 1)}" if machine["device"] == "cpu" else ""
+    return f"{machine['device']}, {machine['quantization'] or machine['dtype']}{threads}"
+
+
 def load(
     name: str | None,
     *,

@@ -17,12 +17,16 @@ It refuses to know models, generation and clocks: records and numbers come in, l
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import time
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, Protocol
+
+import numpy as np
 
 from .stats import RoundRecord
 
@@ -266,6 +270,55 @@ def table_lines(header: Sequence[str], rows: Sequence[Sequence[str]], styles: Se
 
     rule: Line = [("─" * (sum(widths) + 2 * (len(widths) - 1)), "muted")]
     return [line(header, "title"), rule, *(line(row, style) for row, style in zip(rows, styles, strict=True))]
+
+
+# ---------------------------------------------------------------- plots
+
+
+def plot_lines(
+    curves: Sequence[tuple[str, str, Sequence[float]]],
+    points: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
+    ticks: Sequence[int],
+    width: int,
+    height: int = 13,
+) -> list[Line]:
+    """Curves and points over an axis whose ticks stand at equal distances; values begin at zero. Later ones lie on top.
+
+    Args:
+        curves: (mark, style, values at 0, 1, 2, ...); a curve that is too short ends early.
+        points: (mark, style, (x, value) pairs), x between the ticks.
+        ticks: rising, two at least.
+    """
+    top = max(value for _, _, values in curves for value in values[ticks[0] : ticks[-1] + 1])
+    top = max([top, *(value for _, _, pairs in points for _, value in pairs)]) or 1.0
+    unit = 10.0 ** (math.floor(math.log10(top)) - 1)
+    top = 2 * unit * math.ceil(top / unit / 2)  # two digits, and so has its half
+    span = max(len(ticks) * 4, width - 9)
+    grid: list[Line] = [[(" ", "")] * span for _ in range(height)]
+
+    def put(column: int, value: float, cell: tuple[str, str]) -> None:
+        grid[height - 1 - round(value / top * (height - 1))][column] = cell
+
+    places = np.linspace(0, span - 1, len(ticks)).round()
+    for mark, style, values in curves:
+        for column, x in enumerate(np.interp(np.arange(span), places, ticks).tolist()):
+            if x <= len(values) - 1:
+                put(column, float(np.interp(x, np.arange(len(values)), values)), (mark, style))
+    for mark, style, pairs in points:
+        for x, value in pairs:
+            put(round(float(np.interp(x, ticks, places))), value, (mark, style))
+    lines: list[Line] = []
+    for row, cells in enumerate(grid):
+        named = row in (0, height - 1, (height - 1) // 2)
+        name = f"{top * (height - 1 - row) / (height - 1):.4g}" if named else ""
+        runs = [("".join(c for c, _ in run), style) for style, run in groupby(cells, key=lambda cell: cell[1])]
+        lines.append([(f"{name:>7} {'┤' if named else '│'}", "muted"), *runs])
+    axis = [" "] * (span + 9)
+    for tick, place in zip(ticks, places.astype(int).tolist(), strict=True):
+        start = min(9 + place - len(str(tick)) // 2, len(axis) - len(str(tick)))
+        axis[start : start + len(str(tick))] = str(tick)
+    foot = "".join("┴" if column in places else "─" for column in range(span))
+    return [*lines, [(" " * 8 + "└" + foot, "muted")], [("".join(axis), "muted")]]
 
 
 # ---------------------------------------------------------------- screens
