@@ -149,58 +149,60 @@ def monotone(values: list[float], weights: list[float]) -> list[float]:
 
 
 class Calibration:
-    """From a drafter's edge scores to chances: logistic in the score's logit, for first, second and later siblings.
+    """From a drafter's edge scores to chances, for first, second and later siblings.
 
-        a = σ(w + v · logit q),  v > 0
-
-    Strictly rising, so that it never reorders siblings of a rank. Labels are the edges below nodes that the target
-    reached: the child was its own token, or not. Damped Newton with a pull towards (0, 1), i.e. towards believing the
-    drafter; old labels fade.
+    Around each of a few scores it counts how often edges came true and how often they should have; the differences (in
+    logits) correct what lies between by interpolation. Rising, so that it does not reorder siblings of a rank. Labels are
+    the edges below nodes that the target reached: the child was its own token, or not. It begins with believing the
+    drafter, and old labels fade. A curve, not a line: a line that fits sure guesses promises too much of the many
+    unlikely ones.
     """
 
     RANKS = 3
-    _KEPT, _EVERY, _STEPS = 256, 48, 4
-    _PULL, _BOUNDS = (0.5, 2.0), ((-8.0, 8.0), (0.1, 3.0))
+    _KNOTS = np.array([0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
+    # labels that believing the drafter is worth, and the count at which old ones begin to fade
+    _PRIOR, _MEMORY = 3.0, 300.0
 
     def __init__(self) -> None:
-        self.parameters = np.tile(np.array([0.0, 1.0]), (self.RANKS, 1))
+        self._at = _logit(self._KNOTS)
+        self._between = (self._at[1:] + self._at[:-1]) / 2
+        # for each rank and knot: labels, those that came true, and the sum of their scores
+        self._labels, self._true, self._promised = (np.zeros((self.RANKS, len(self._at))) for _ in range(3))
+        self._corrected = np.tile(self._at, (self.RANKS, 1))
         self._lock = threading.Lock()
-        self._labels: list[deque[tuple[float, float]]] = [deque(maxlen=self._KEPT) for _ in range(self.RANKS)]
-        self._new = 0
+        self._new = self._seen = 0
 
     def chances(self, scores: np.ndarray, ranks: np.ndarray) -> np.ndarray:
         """(n,) chances of edges, given their scores (n,) and sibling ranks (n,) (0 is the best)."""
-        w, v = self.parameters[np.minimum(ranks, self.RANKS - 1)].T
-        return np.asarray(1 / (1 + np.exp(-(w + v * _logit(scores)))))
+        x, ranks = _logit(scores), np.minimum(ranks, self.RANKS - 1)
+        place = np.clip(np.searchsorted(self._at, x) - 1, 0, len(self._at) - 2)
+        low, high = self._at[place], self._at[place + 1]
+        y_low, y_high = self._corrected[ranks, place], self._corrected[ranks, place + 1]
+        y = y_low + (y_high - y_low) * np.clip((x - low) / (high - low), 0.0, 1.0)
+        return np.asarray(1 / (1 + np.exp(-y)))
 
     def observe(self, scores: np.ndarray, ranks: np.ndarray, hits: np.ndarray) -> None:
         """Edges below reached nodes, and whether each was the target's own token."""
+        place = (np.minimum(ranks, self.RANKS - 1), np.searchsorted(self._between, _logit(scores)))
         with self._lock:
-            for x, rank, hit in zip(_logit(scores).tolist(), ranks.tolist(), hits.tolist(), strict=True):
-                self._labels[min(rank, self.RANKS - 1)].append((x, float(hit)))
+            np.add.at(self._labels, place, 1.0)
+            np.add.at(self._true, place, hits)
+            np.add.at(self._promised, place, scores)
             self._new += len(scores)
-            few = sum(map(len, self._labels)) < 2 * self._EVERY  # learn fast while little is known
-            if self._new >= (4 if few else self._EVERY):
+            self._seen += len(scores)
+            if self._new >= (2 if self._seen < 100 else 24):
                 self._new = 0
-                for rank in range(self.RANKS):
-                    self._fit(rank)
+                self._correct()
 
-    def _fit(self, rank: int) -> None:
-        labels = np.array(self._labels[rank])
-        if not len(labels):
-            return
-        x, y = labels.T
-        weight = 0.995 ** np.arange(len(x))[::-1]
-        theta = self.parameters[rank].copy()
-        steps = self._STEPS if len(labels) < 2 * self._EVERY else self._STEPS // 2  # it starts near the answer
-        for step in range(2 * steps):  # one parameter at a time: each may stand at its bound
-            i = step % 2
-            feature = x if i else np.ones_like(x)
-            a = 1 / (1 + np.exp(-(theta[0] + theta[1] * x)))
-            gradient = feature @ (weight * (y - a)) - self._PULL[i] * (theta[i] - i)
-            curvature = feature**2 @ (weight * np.maximum(a * (1 - a), 0.02)) + self._PULL[i]
-            theta[i] = np.clip(theta[i] + np.clip(gradient / curvature, -2, 2), *self._BOUNDS[i])
-        self.parameters[rank] = theta
+    def _correct(self) -> None:
+        fading = np.where(self._labels > self._MEMORY, 0.5, 1.0)
+        for counts in (self._labels, self._true, self._promised):
+            counts *= fading
+        expected = (self._promised + self._PRIOR * self._KNOTS) / (self._labels + self._PRIOR)
+        came_true = (self._true + self._PRIOR * self._KNOTS) / (self._labels + self._PRIOR)
+        wanted = self._at + _logit(came_true) - _logit(expected)
+        weights = self._labels + 0.1  # knots without labels give way
+        self._corrected = np.array([monotone(w.tolist(), n.tolist()) for w, n in zip(wanted, weights, strict=True)])
 
 
 def _logit(q: np.ndarray) -> np.ndarray:
