@@ -41,9 +41,12 @@ logger = logging.getLogger("hf_treespec")
 SAMPLES = 41
 # T(n) / T(1) where nothing is measured yet: a little dearer for each row, so that trees are tried and then measured.
 PRIOR_SLOPE = 0.05
-# The account, in plain rounds. Drafting goes on while it is above zero, and each token earns a little, so that drafts which
-# never help cost about FIRST_BALANCE + INTEREST · tokens and one round more: 2 to 3 % of 256 tokens. Gains are saved.
-FIRST_BALANCE, INTEREST, MOST_BALANCE = 0.75, 0.012, 30.0
+# The account, in plain rounds. A round drafts what the account can pay should all of it be in vain, and each token earns a
+# little, so that drafts which never help cost at most FIRST_BALANCE + INTEREST · tokens: 2.4 % of 256 tokens, 3.6 % of 64.
+# Gains are saved, up to a limit.
+FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.02, 30.0
+# After so many drafts in a row of which nothing was worth a row, one round in so many drafts.
+PATIENCE, IDLE_PERIOD = 4, 3
 # Tokens over which the rate ρ is averaged.
 RATE_HORIZON = 64.0
 
@@ -101,6 +104,11 @@ class CostModel:
         """The monotone curve through the medians, at zero context."""
         rows = sorted(self._samples)
         medians = [_typical([s / (1 + self._slope * c) for c, s in self._samples[n]]) for n in rows]
+        for i, n in enumerate(
+            rows
+        ):  # a size seen once or twice, maybe interrupted, must look cheap enough to be seen again
+            if len(self._samples[n]) < 3:
+                medians[i] = min(medians[i], 1.5 * medians[0] * (1 + PRIOR_SLOPE * (n - rows[0])))
         known = monotone(medians, [float(len(self._samples[n])) for n in rows])
         if len(rows) == 1:
             slope = PRIOR_SLOPE * known[0]
@@ -221,6 +229,7 @@ class Sizer:
         rate: ρ, tokens per second.
         level_seconds: one forward of the drafter's own model; 0 for drafters without.
         usual: nodes that the last rounds verified, about; there is no use in drafting many more.
+        idle: drafts in a row of which nothing was worth a row. After a few, only some rounds draft.
     """
 
     costs: CostModel
@@ -229,6 +238,8 @@ class Sizer:
     rate: float = 0.0
     level_seconds: float = 0.0
     usual: float = 4.0
+    idle: int = 0
+    _skipped: int = 0
 
     def begin(self) -> None:
         """A new call: whatever was lost before, it may be tried again."""
@@ -238,8 +249,12 @@ class Sizer:
         """What the drafter may do this round; no nodes where the round is to be plain."""
         if self.costs.times(1) < 2:  # everything is compared with plain decoding: measure it first
             return dataclasses.replace(limits, max_nodes=0)
-        curve = self.costs.curve(1, context)
-        if self.balance <= 0:
+        curve = self.costs.curve(2, context)
+        self._skipped += 1
+        if self.idle >= PATIENCE and self._skipped < IDLE_PERIOD:
+            return dataclasses.replace(limits, max_nodes=0)
+        self._skipped = 0
+        if self.balance * curve[1] < curve[2] - curve[1]:
             return dataclasses.replace(limits, max_nodes=0)
         depth, level = limits.max_depth, self.level_seconds / float(curve[1])
         if level:  # levels that the account can pay, should all of them be in vain
@@ -257,7 +272,9 @@ class Sizer:
         scores = self.calibrated(tree)
         order = np.argsort(-scores, kind="stable")  # the root first, parents before children
         curve = self.costs.curve(most + 1, context)
-        gain = np.cumsum(scores[order[1:]]) - self._rate(curve) * (curve[2:] - curve[1])
+        price = curve[2:] - curve[1]  # of 1, 2, ... nodes
+        gain = np.cumsum(scores[order[1:]]) - self._rate(curve) * price
+        gain[price > self.balance * curve[1]] = -np.inf
         gain[max(0, 2 * self.costs.largest - 1) :] = -np.inf  # a size far beyond those measured is a guess
         nodes = int(np.argmax(gain)) + 1 if gain.max() > 0 else 0
         self.usual = max(nodes, 0.8 * self.usual)
@@ -287,21 +304,35 @@ class Sizer:
             self.calibration.observe(edges[below], ranks[below], children[below] == token)
             node = drafted.child(node, token)
 
-    def account(self, rows: int, context: int, committed: int, drafting: float, seconds: float, forwards: int) -> None:
+    def account(
+        self,
+        rows: int,
+        context: int,
+        committed: int,
+        drafting: float,
+        seconds: float,
+        *,
+        drafted: bool,
+        forwards: int = 0,
+    ) -> None:
         """A round is over.
 
         Args:
             rows: of its forward. context: tokens cached before it. committed: tokens it gave.
-            drafting: seconds spent in the drafter. seconds: of the whole round.
-            forwards: of the drafter's own model.
+            drafting: seconds spent in the drafter, which also listens in plain rounds. seconds: of the whole round.
+            drafted: whether it was asked for a tree. forwards: of the drafter's own model.
         """
         self.costs.observe(rows, context, seconds - drafting)
         plain = float(self.costs.curve(1, context)[1])
-        if rows > 1 or drafting:
+        if rows == 1:
+            self.balance -= drafting / plain if drafted else 0.0
+        else:
             # an interruption of the machine is not the draft's fault: no more than the size's usual price and half
             price = min(seconds - drafting, 1.5 * float(self.costs.curve(rows, context)[rows])) + drafting
             self.balance += committed - price / plain
         self.balance = min(self.balance + INTEREST * committed, MOST_BALANCE)
+        if drafted:
+            self.idle = 0 if rows > 1 else self.idle + 1
         if forwards:
             new = drafting / forwards
             self.level_seconds = new if not self.level_seconds else 0.8 * self.level_seconds + 0.2 * new

@@ -211,6 +211,7 @@ class Decoding:
             committed=len(record.committed),
             drafting=record.seconds["draft"],
             seconds=sum(record.seconds.values()),
+            drafted=drafted,
             forwards=self.drafter.forwards if drafted else 0,
         )
 

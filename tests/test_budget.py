@@ -212,3 +212,17 @@ def test_costs_are_remembered_on_request(tmp_path: Path, monkeypatch: Any, caplo
     broken = budget.knowledge_of(build("llama"), "union", False, remember=True)
     assert not broken.costs.measured()
     assert str(file) in caplog.text
+
+
+def test_a_size_that_looked_dear_once_is_tried_again(traces: dict[str, Trace]) -> None:
+    """The machine was interrupted when two rows were first measured."""
+    cost = CURVES["linear (CPU, packed weights)"]
+    sizer = Sizer(CostModel())
+    for _ in range(4):
+        sizer.costs.observe(1, 0, cost(1))
+    sizer.costs.observe(2, 0, 10 * cost(1))
+    run(traces["code"], cost, sizer)
+    sizer.begin()
+    seconds, sizes = run(traces["code"], cost, sizer)
+    assert max(sizes) > 1
+    assert seconds < 1.1 * min(run(traces["code"], cost, nodes)[0] for nodes in FIXED)

@@ -79,7 +79,7 @@ def run(
         if isinstance(policy, Sizer):
             if len(drafted) > 1:
                 policy.learn(drafted, committed)
-            policy.account(len(tree), position, len(committed), spent, seconds, 0)
+            policy.account(len(tree), position, len(committed), spent, seconds, drafted=len(drafted) > 1)
         total += seconds
         sizes.append(len(tree) - 1)
         position += len(committed)
