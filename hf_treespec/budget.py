@@ -104,17 +104,27 @@ class CostModel:
         """The monotone curve through the medians, at zero context."""
         rows = sorted(self._samples)
         medians = [_typical([s / (1 + self._slope * c) for c, s in self._samples[n]]) for n in rows]
-        for i, n in enumerate(
-            rows
-        ):  # a size seen once or twice, maybe interrupted, must look cheap enough to be seen again
-            if len(self._samples[n]) < 3:
-                medians[i] = min(medians[i], 1.5 * medians[0] * (1 + PRIOR_SLOPE * (n - rows[0])))
+        medians = self._doubt(rows, medians)
         known = monotone(medians, [float(len(self._samples[n])) for n in rows])
         if len(rows) == 1:
             slope = PRIOR_SLOPE * known[0]
         else:  # beyond what was measured it goes on as steeply as it has risen, at the end or on the whole
             slope = max((known[-1] - known[-2]) / (rows[-1] - rows[-2]), (known[-1] - known[0]) / (rows[-1] - rows[0]))
         self._fitted = (rows, known, slope)
+
+    def _doubt(self, rows: list[int], medians: list[float]) -> list[float]:
+        """A size seen once or twice, maybe interrupted, must look cheap enough to be seen again.
+
+        It counts as half as dear again as one row at most, or as what the sizes that are known well lead to expect.
+        """
+        known = [(n, m) for n, m in zip(rows, medians, strict=True) if len(self._samples[n]) >= 3]
+        first, last = (known[0], known[-1]) if known else ((1, 0.0), (1, 0.0))
+        slope = (last[1] - first[1]) / max(1, last[0] - first[0])
+        doubted = []
+        for n, median in zip(rows, medians, strict=True):
+            believable = max(1.5 * medians[0] * (1 + PRIOR_SLOPE * (n - rows[0])), last[1] + slope * (n - last[0]))
+            doubted.append(min(median, believable) if len(self._samples[n]) < 3 else median)
+        return doubted
 
     def to_dict(self) -> dict[str, list[list[float]]]:
         """The samples, ready for JSON."""
@@ -330,7 +340,8 @@ class Sizer:
             # an interruption of the machine is not the draft's fault: no more than the size's usual price and half
             price = min(seconds - drafting, 1.5 * float(self.costs.curve(rows, context)[rows])) + drafting
             self.balance += committed - price / plain
-        self.balance = min(self.balance + INTEREST * committed, MOST_BALANCE)
+        interest = INTEREST * committed if self.balance < FIRST_BALANCE else 0.0  # only gains are saved beyond that
+        self.balance = min(self.balance + interest, MOST_BALANCE)
         if drafted:
             self.idle = 0 if rows > 1 else self.idle + 1
         if forwards:
