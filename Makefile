@@ -26,11 +26,11 @@ demo:
 	$(BIN)/hf-treespec demo $(DEMO_ARGS)
 
 test:
-	@sh scripts/install.sh demo,dev,quant
+	@sh scripts/install.sh demo,dev,quant,bench
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lint:
-	@sh scripts/install.sh demo,dev,quant
+	@sh scripts/install.sh demo,dev,quant,bench
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

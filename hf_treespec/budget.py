@@ -15,27 +15,14 @@ Nothing here can change the text: a tree is only cut. It knows nothing of models
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-import logging
-import os
-import platform
 import statistics
 import threading
-import weakref
 from collections import deque
-from pathlib import Path
 
 import numpy as np
-import torch
-from transformers import PreTrainedModel
 
-from . import attention
-from .demo_model import cache_root
 from .drafters.base import Budget
 from .tree import FloatArray, TokenTree
-
-logger = logging.getLogger("hf_treespec")
 
 # Samples kept of each number of rows: the median ignores outliers, and old samples make room for new ones.
 SAMPLES = 41
@@ -230,7 +217,7 @@ def _logit(q: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass
 class Sizer:
-    """Decides the size of each round of a call. Its knowledge outlives the call; see `knowledge_of`.
+    """Decides the size of each round of a call. What it knows outlives the call; see `knowledge.py`.
 
     Attributes:
         costs: of the target.
@@ -360,66 +347,3 @@ def _edges(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
     scores, parents = tree.scores[0], tree.parents[0, 1:]
     edges = scores[1:] / np.maximum(scores[parents], 1e-9)
     return np.clip(edges, 0.0, 1.0), tree.sibling_ranks[0, 1:]
-
-
-_knowledge: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CostModel | Sizer]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def knowledge_of(model: PreTrainedModel, drafter: str, sampled: bool, *, remember: bool = False) -> Sizer:
-    """The sizer of a loaded target and a drafter by name: what earlier calls in this process have measured.
-
-    Costs are kept for each dtype, quantisation, attention, device and thread count; calibration also for each drafter,
-    and apart for greedy and sampled decoding.
-
-    Args:
-        remember: costs that are not known in this process are looked up in the user's cache folder.
-    """
-    place = _place(model)
-    known = _knowledge.setdefault(model, {})
-    if remember and place not in known:
-        known[place] = _read_costs(_costs_file(model, place))
-    costs = known.setdefault(place, CostModel())
-    assert isinstance(costs, CostModel)
-    sizer = known.setdefault((*place, drafter, sampled), Sizer(costs))
-    assert isinstance(sizer, Sizer)
-    sizer.begin()
-    return sizer
-
-
-def save_costs(model: PreTrainedModel) -> None:
-    """Writes what a target's rounds cost to the user's cache folder, for `remember=True` in later processes."""
-    place = _place(model)
-    costs = _knowledge.get(model, {}).get(place)
-    if isinstance(costs, CostModel) and costs.measured():
-        file = _costs_file(model, place)
-        file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        draft.write_text(json.dumps({"place": [str(part) for part in place], "samples": costs.to_dict()}))
-        os.replace(draft, file)  # nobody reads half a file
-
-
-def _place(model: PreTrainedModel) -> tuple[object, ...]:
-    """Everything that decides what a row costs, besides the weights' shapes."""
-    head = model.get_output_embeddings()
-    attention_kind = "eager" if attention.implementation(model) == "eager" else "sdpa"
-    return (model.dtype, type(head).__name__, attention_kind, str(model.device), torch.get_num_threads())
-
-
-def _costs_file(model: PreTrainedModel, place: tuple[object, ...]) -> Path:
-    gpu = torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else ""
-    parts = (type(model).__name__, model.config.to_json_string(), *place, platform.processor(), platform.machine(), gpu)
-    return cache_root() / "costs" / (hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:32] + ".json")
-
-
-def _read_costs(file: Path) -> CostModel:
-    costs = CostModel()
-    try:
-        costs.load(json.loads(file.read_text())["samples"])
-    except FileNotFoundError:
-        pass
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # only speed is lost
-        logger.warning("What rounds cost could not be read from %s (%r); it is measured again.", file, error)
-        return CostModel()
-    return costs

@@ -30,11 +30,12 @@ from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from . import _compat, attention
 from .accept import NoiseWindow, Picker, walk
-from .budget import Sizer, knowledge_of, save_costs
+from .budget import Sizer
 from .cache import TreeCache, check_cache
 from .config import TreeSpecConfig
 from .drafters.base import Budget, Commit, DraftContext, Drafter, Prompt
 from .errors import DrafterError, TreeError, UnsupportedArgumentError
+from .knowledge import knowledge_of, save_costs
 from .outputs import Outputs
 from .stats import DecodeStats, RoundRecord, Stopwatch
 from .support import round_arguments

@@ -12,9 +12,10 @@ import torch
 from conftest import adversary, around, build, prompt
 from transformers import PreTrainedModel
 
-from hf_treespec import Budget, NgramDrafter, TokenTree, budget
+from hf_treespec import Budget, NgramDrafter, TokenTree
 from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
 from hf_treespec.budget import Calibration, CostModel, Sizer
+from hf_treespec.knowledge import knowledge_of
 
 # -------------------------------------------------------------------- the cost model
 
@@ -190,12 +191,12 @@ def test_knowledge_outlives_the_call_and_is_kept_apart(llama: PreTrainedModel) -
     model = build("llama")
     arguments = {"max_new_tokens": 12, "tree_spec": "ngram"}
     model.generate(prompt(), do_sample=False, **arguments)
-    greedy = budget.knowledge_of(model, "ngram", False)
+    greedy = knowledge_of(model, "ngram", False)
     assert sum(greedy.costs.measured().values()) >= 8
-    assert budget.knowledge_of(model, "ngram", False) is greedy
-    assert budget.knowledge_of(model, "ngram", True) is not greedy
-    assert budget.knowledge_of(model, "union", False).costs is greedy.costs
-    assert budget.knowledge_of(build("llama"), "ngram", False).costs is not greedy.costs
+    assert knowledge_of(model, "ngram", False) is greedy
+    assert knowledge_of(model, "ngram", True) is not greedy
+    assert knowledge_of(model, "union", False).costs is greedy.costs
+    assert knowledge_of(build("llama"), "ngram", False).costs is not greedy.costs
 
 
 def test_costs_are_remembered_on_request(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
@@ -206,10 +207,10 @@ def test_costs_are_remembered_on_request(tmp_path: Path, monkeypatch: Any, caplo
     build("llama").generate(prompt(), tree_spec={"remember": True}, **arguments)
     (file,) = tmp_path.rglob("*.json")
     later = build("llama")
-    known = budget.knowledge_of(later, "union", False, remember=True)
+    known = knowledge_of(later, "union", False, remember=True)
     assert sum(known.costs.measured().values()) > 5
     file.write_text("{")
-    broken = budget.knowledge_of(build("llama"), "union", False, remember=True)
+    broken = knowledge_of(build("llama"), "union", False, remember=True)
     assert not broken.costs.measured()
     assert str(file) in caplog.text
 
