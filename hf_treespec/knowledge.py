@@ -55,10 +55,13 @@ def save_costs(model: PreTrainedModel) -> None:
     costs = _knowledge.get(model, {}).get(place)
     if isinstance(costs, CostModel) and costs.measured():
         file = _costs_file(model, place)
-        file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        draft.write_text(json.dumps({"place": [str(part) for part in place], "samples": costs.to_dict()}))
-        os.replace(draft, file)  # nobody reads half a file
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps({"place": [str(part) for part in place], "samples": costs.to_dict()}))
+            os.replace(draft, file)  # nobody reads half a file
+        except OSError as error:  # a finished text is worth more than what it has taught
+            logger.warning("What rounds cost could not be written to %s (%r); later processes measure it.", file, error)
 
 
 def _place(model: PreTrainedModel) -> tuple[object, ...]:

@@ -227,3 +227,14 @@ def test_a_size_that_looked_dear_once_is_tried_again(traces: dict[str, Trace]) -
     seconds, sizes = run(traces["code"], cost, sizer)
     assert max(sizes) > 1
     assert seconds < 1.1 * min(run(traces["code"], cost, nodes)[0] for nodes in FIXED)
+
+
+def test_a_text_is_not_lost_where_costs_cannot_be_written(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    blocked = tmp_path / "a_file"
+    blocked.write_text("")
+    monkeypatch.setenv("HF_TREESPEC_CACHE", str(blocked))
+    model = build("llama")
+    arguments: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    text = model.generate(prompt(), tree_spec={"remember": True}, **arguments)
+    assert torch.equal(text, model.generate(prompt(), **arguments))
+    assert str(blocked) in caplog.text
