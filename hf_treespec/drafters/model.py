@@ -1,19 +1,13 @@
 """`model`: trees from any causal LM, usually a small one given as `assistant_model=`.
 
 The model keeps its own tree cache across rounds. A round starts with one forward over the tokens that it has not read
-yet (the accepted tail and the root), then grows the tree in waves: the best unexpanded nodes go through one forward
-together, and their likeliest continuations join the frontier (best first in batches; OPT-Tree, Wang et al. 2024, for
-the stopping rule). The tree that is returned holds the best nodes of all that were seen.
+yet (the accepted tail and the root), then grows the tree in waves, one forward each (`growth.py`).
 
-When the target samples, the children of a node are the top tokens of log q + g, where g is the Gumbel noise with which
-the target itself will choose at that position (Daliri et al. 2024 for the coupling; design in `accept.py`).
-
-Legend: W nodes of a wave, V vocabulary of the drafting model, q its probability.
+Legend: V vocabulary of the drafting model, q its probability.
 """
 
 from __future__ import annotations
 
-import heapq
 import sys
 from typing import Any
 
@@ -29,6 +23,7 @@ from ..support import check_assistant
 from ..tree import TokenTree
 from ..verify import Verifier
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, register_drafter
+from .growth import Growth, Slots, check_growth
 
 
 @register_drafter("model")
@@ -45,10 +40,7 @@ class ModelDrafter(Drafter):
     uses_assistant_model = True
 
     def __init__(self, model: PreTrainedModel | None = None, wave: int = 4, min_gain: float | None = None) -> None:
-        if not isinstance(wave, int) or wave < 1:
-            raise DrafterError(f"wave={wave!r} must be a whole number of nodes, 1 or more.")
-        if min_gain is not None and not 0 <= min_gain <= 1:
-            raise DrafterError(f"min_gain={min_gain!r} must lie in 0 to 1 expected tokens.")
+        check_growth(wave, min_gain)
         self.model, self.wave, self.min_gain = model, wave, min_gain
 
     def start(self, prompt: Prompt) -> None:
@@ -111,94 +103,26 @@ class ModelDrafter(Drafter):
         if context.ids.shape[1] + budget.max_depth >= self._positions:  # beyond what the drafting model can read
             return TokenTree.root_only(context.last_token)
         with torch.no_grad(), tree_attention_on(self._model):
-            growth = _Growth(self, context, budget)
-            growth.run(self._unread)
+            growth = Growth(context, budget, wave=self.wave, min_gain=self.min_gain)
+            slots = Slots(growth, self._unread)
+            growth.run(lambda nodes: self._expand(slots, nodes))
         self._unread = []
-        self._tree, self._slots = growth.best()
+        self._tree, place = growth.best()
+        self._slots = {place[n]: slot for n, slot in slots.of.items() if n in place}
         return self._tree
 
-    def forward(self, tokens: list[int], parents: list[int], start: int) -> torch.Tensor:
-        """(n, V) logits of the fed nodes from `start` on; those before it are in the cache already."""
+    def _expand(self, slots: Slots, nodes: list[int]) -> torch.Tensor:
+        """(W, V') log q after each of `nodes`."""
         self.forwards += 1
-        known = [t if t < self._vocabulary else 0 for t in tokens]
-        return self._verifier.forward(TokenTree(known, parents), start).logits[0]
+        start = slots.add(nodes)
+        known = [t if t < self._vocabulary else 0 for t in slots.tokens]
+        logits = self._verifier.forward(TokenTree(known, slots.parents), start).logits[0]
+        return self._log_probabilities(logits[-len(nodes) :])
 
-    def log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+    def _log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
         """(n, V') log q over the tokens that both vocabularies have, warped as the target's scores will be."""
         scores = self._warpers(torch.empty((len(logits), 0), dtype=torch.long, device=logits.device), logits.float())
         return torch.log_softmax(scores[:, : self._target_vocabulary], dim=-1)
-
-
-class _Growth:
-    """The growing of one tree. Nodes are numbered as they are found; slots as they went through the model."""
-
-    def __init__(self, drafter: ModelDrafter, context: DraftContext, budget: Budget) -> None:
-        self.drafter, self.context, self.budget = drafter, context, budget
-        self.tokens, self.parents, self.scores, self.depths = [context.last_token], [-1], [1.0], [0]
-        self.frontier: list[tuple[float, int]] = []  # (-score, node), unexpanded
-        self.slots: dict[int, int] = {}  # expanded node -> slot
-        self.fed_tokens: list[int] = []  # by slot, what went through the model this round
-        self.fed_parents: list[int] = []  # by slot, the slot of the token before; -1 for the first
-
-    def run(self, unread: list[int]) -> None:
-        self._feed(unread, list(range(-1, len(unread) - 1)), [0])
-        for _ in range(self.budget.max_depth - 1):
-            wave = self._next_wave()
-            if not wave:
-                break
-            self._feed([self.tokens[n] for n in wave], [self.slots[self.parents[n]] for n in wave], wave)
-
-    def _next_wave(self) -> list[int]:
-        """The best unexpanded nodes that would make it into the tree, if they promise enough."""
-        worth = heapq.nlargest(self.budget.max_nodes, self.scores[1:])
-        floor = worth[-1] if len(worth) == self.budget.max_nodes else 0.0
-        wave: list[int] = []
-        while self.frontier and len(wave) < self.drafter.wave and -self.frontier[0][0] > floor * 0.999:
-            node = heapq.heappop(self.frontier)[1]
-            if self.depths[node] < self.budget.max_depth:
-                wave.append(node)
-        least = self.budget.min_gain if self.drafter.min_gain is None else self.drafter.min_gain
-        return wave if sum(self.scores[n] for n in wave) >= least else []
-
-    def _feed(self, tokens: list[int], parents: list[int], nodes: list[int]) -> None:
-        """One forward over `tokens` below the slots `parents`; the last of them are the tree's `nodes`."""
-        start = len(self.fed_tokens)
-        self.fed_tokens += tokens
-        self.fed_parents += parents
-        logits = self.drafter.forward(self.fed_tokens, self.fed_parents, start)[-len(nodes) :]
-        self.slots.update(zip(nodes, range(len(self.fed_tokens) - len(nodes), len(self.fed_tokens)), strict=True))
-        self._branch(nodes, logits)
-
-    def _branch(self, nodes: list[int], logits: torch.Tensor) -> None:
-        """Adds the likeliest children of each node, given logits (len(nodes), V)."""
-        scores = self.drafter.log_probabilities(logits)
-        if self.context.noise is not None:
-            draws = torch.cat([self.context.noise.peek(self.depths[n]) for n in nodes])[:, : scores.shape[1]]
-            scores = torch.log_softmax(scores - draws.to(scores.device).log(), dim=-1)
-        values, tokens = scores.topk(min(self.budget.max_children, scores.shape[1]), dim=-1)
-        for node, row_values, row_tokens in zip(nodes, values.exp().tolist(), tokens.tolist(), strict=True):
-            for value, token in zip(row_values, row_tokens, strict=True):
-                if value > 0:
-                    self._add(node, token, min(1.0, value) * self.scores[node])
-
-    def _add(self, parent: int, token: int, score: float) -> None:
-        heapq.heappush(self.frontier, (-score, len(self.tokens)))
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.scores.append(score)
-        self.depths.append(self.depths[parent] + 1)
-
-    def best(self) -> tuple[TokenTree, dict[int, int]]:
-        """The best nodes found, and the slots of those that were expanded, both renumbered."""
-        order = sorted(range(1, len(self.tokens)), key=lambda n: (-self.scores[n], n))[: self.budget.max_nodes]
-        kept = [0, *sorted(order)]
-        place = {node: i for i, node in enumerate(kept)}
-        tree = TokenTree(
-            [self.tokens[n] for n in kept],
-            [place[self.parents[n]] if n else -1 for n in kept],
-            [self.scores[n] for n in kept],
-        )
-        return tree, {place[n]: slot for n, slot in self.slots.items() if n in place}
 
 
 def _last_logit_only(model: PreTrainedModel) -> dict[str, Any]:
