@@ -36,6 +36,15 @@ def text_config(model: PreTrainedModel) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def states_argument(layers: tuple[int, ...]) -> list[int] | bool:
+    """`output_hidden_states` for these layers alone (since 5.23; the others are then None), or for all of them."""
+    try:
+        from transformers.utils.output_capturing import selected_hidden_states  # noqa: F401 - asked for, not used
+    except ImportError:
+        return True
+    return list(layers)
+
+
 def prefill(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any]
 ) -> Any:

@@ -81,8 +81,9 @@ class Decoding:
         self.outputs = Outputs(call.generation_config)
         self._eos: dict[int, set[int]] = {}
         self.forward_arguments = round_arguments(call.model, call.model_kwargs)
-        if self.drafter.hidden_layers:
-            call.model_kwargs["output_hidden_states"] = self.forward_arguments.constant["output_hidden_states"] = True
+        if self.drafter.hidden_layers and not call.model_kwargs.get("output_hidden_states"):
+            states = _compat.states_argument(self.drafter.hidden_layers)
+            call.model_kwargs["output_hidden_states"] = self.forward_arguments.constant["output_hidden_states"] = states
 
     def run(self) -> Any:
         """Decodes to the end; returns what plain `generate` would, with `.tree_spec` (`DecodeStats`) on it."""

@@ -5,6 +5,7 @@ TreeSpecError
 ├── UnsupportedArgumentError (ValueError)          an argument of `generate` that a tree cannot honour
 ├── UnsupportedModelError   (NotImplementedError)  a target whose cache or attention cannot hold a tree
 ├── DrafterError            (RuntimeError)         an unknown drafter, one unfit for the target, or a broken contract
+│   └── CheckpointError                           a drafter's files: not there, of no known format, or incomplete
 ├── TreeError               (ValueError)           a `TokenTree` that is not a tree
 └── DemoModelError          (RuntimeError)         the embedded demo model cannot be had
 """
@@ -28,6 +29,10 @@ class UnsupportedModelError(TreeSpecError, NotImplementedError):
 
 class DrafterError(TreeSpecError, RuntimeError):
     """A drafter is unknown, does not fit the target, or broke its contract."""
+
+
+class CheckpointError(DrafterError):
+    """A drafter's files are not there, of no known format, or incomplete."""
 
 
 class TreeError(TreeSpecError, ValueError):

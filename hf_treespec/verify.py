@@ -42,7 +42,8 @@ class Verified:
     Attributes:
         tree: the tree, B rows of N nodes.
         logits: (B, N, V) in the model's dtype, on its device: scores of the token that follows each node.
-        hidden_states: as the model returned them, one (B, N, H) a layer (first the embeddings), or None.
+        hidden_states: as the model returned them, one (B, N, H) a layer (first the embeddings), or None. Layers that
+            nobody asked for may be None.
         attentions: as the model returned them, one (B, heads, N, P + N) a layer, or None.
     """
 
@@ -84,6 +85,9 @@ class Verifier:
             them (multi-axis rotary positions).
         padding: (B, P) with 0 where a cached slot must not be seen, or None.
         arguments: what every forward gets besides.
+
+    Attributes:
+        rows_are_plain: no layer has a window or chunks: a node sees its ancestors and the whole prefix.
     """
 
     def __init__(
@@ -104,7 +108,7 @@ class Verifier:
         self._padding = None if padding is None or bool((padding != 0).all()) else padding.to(self.device) == 0
         config = _compat.text_config(model)
         self._kinds = _kinds(config)
-        self._rows_are_plain = all(k.window is None and k.chunk is None for k in self._kinds.values())
+        self.rows_are_plain = all(k.window is None and k.chunk is None for k in self._kinds.values())
         folded = attention.implementation(model) == attention.NAME
         heads = getattr(config, "num_attention_heads", 1)
         self._fold = heads // (getattr(config, "num_key_value_heads", None) or heads) if folded else 1
@@ -143,7 +147,7 @@ class Verifier:
         None for a lone root that sees everything: the forward is then the one of plain decoding.
         """
         one_length = bool((self.cache.lengths == self.cache.filled).all())
-        if len(tree) == 1 and self._rows_are_plain and self._padding is None and one_length:
+        if len(tree) == 1 and self.rows_are_plain and self._padding is None and one_length:
             return None
         masks = {name: self._mask(tree, start, kind) for name, kind in self._kinds.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -16,10 +16,12 @@ import heapq
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
+from ..accept import HISTORY_FREE
 from ..errors import DrafterError
 from ..tree import TokenTree
-from .base import Budget, DraftContext
+from .base import Budget, DraftContext, Prompt
 
 # Given nodes of the growing tree, (W, Vq) float32 log q of what follows each.
 Expand = Callable[[list[int]], torch.Tensor]
@@ -135,6 +137,22 @@ class Slots:
     def tree(self) -> TokenTree:
         """Everything fed so far as one tree: what masks and positions are made from."""
         return TokenTree(self.tokens, self.parents)
+
+
+def draft_warpers(prompt: Prompt, *, by_token: bool = True) -> LogitsProcessorList:
+    """Those of the call's warpers that look at one row of scores: q is shaped as p will be.
+
+    Args:
+        by_token: include those that name tokens; for a network with the target's own token ids.
+    """
+    fit = [p for p in prompt.processors if type(p) in HISTORY_FREE]
+    return LogitsProcessorList([p for p in fit if by_token or not isinstance(p, SuppressTokensLogitsProcessor)])
+
+
+def log_q(logits: torch.Tensor, warpers: LogitsProcessorList, tokens: int | None = None) -> torch.Tensor:
+    """(n, Vq) float32 log q from logits (n, V), over the first `tokens` of them."""
+    scores = warpers(torch.empty((len(logits), 0), dtype=torch.long, device=logits.device), logits.float())
+    return torch.log_softmax(scores[:, :tokens], dim=-1)
 
 
 def check_growth(wave: int, min_gain: float | None) -> None:

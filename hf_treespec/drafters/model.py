@@ -12,10 +12,9 @@ import sys
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
 from .. import _compat
-from ..accept import HISTORY_FREE
 from ..attention import tree_attention_on
 from ..cache import TreeCache
 from ..errors import DrafterError
@@ -23,7 +22,7 @@ from ..support import check_assistant
 from ..tree import TokenTree
 from ..verify import Verifier
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, register_drafter
-from .growth import Growth, Slots, check_growth
+from .growth import Growth, Slots, check_growth, draft_warpers, log_q
 
 
 @register_drafter("model")
@@ -56,7 +55,7 @@ class ModelDrafter(Drafter):
         self._vocabulary = _compat.text_config(model).vocab_size
         self._target_vocabulary = prompt.verified.logits.shape[-1]
         self._positions = _compat.rope_boundary(_compat.text_config(model))[0] or sys.maxsize
-        self._warpers = LogitsProcessorList([p for p in prompt.processors if type(p) in HISTORY_FREE])
+        self._warpers = draft_warpers(prompt)
         self._unread: list[int] = []  # committed tokens that the model has not read, the root last
         self._tree = TokenTree.root_only(0)  # the last tree, before the loop cut it
         self._slots: dict[int, int] = {}  # its expanded nodes -> their slots behind the committed prefix
@@ -112,17 +111,12 @@ class ModelDrafter(Drafter):
         return self._tree
 
     def _expand(self, slots: Slots, nodes: list[int]) -> torch.Tensor:
-        """(W, V') log q after each of `nodes`."""
+        """(W, V') log q after each of `nodes`, over the tokens that both vocabularies have."""
         self.forwards += 1
         start = slots.add(nodes)
         known = [t if t < self._vocabulary else 0 for t in slots.tokens]
         logits = self._verifier.forward(TokenTree(known, slots.parents), start).logits[0]
-        return self._log_probabilities(logits[-len(nodes) :])
-
-    def _log_probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """(n, V') log q over the tokens that both vocabularies have, warped as the target's scores will be."""
-        scores = self._warpers(torch.empty((len(logits), 0), dtype=torch.long, device=logits.device), logits.float())
-        return torch.log_softmax(scores[:, : self._target_vocabulary], dim=-1)
+        return log_q(logits[-len(nodes) :], self._warpers, self._target_vocabulary)
 
 
 def _last_logit_only(model: PreTrainedModel) -> dict[str, Any]:

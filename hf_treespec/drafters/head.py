@@ -1,0 +1,127 @@
+"""What heads read: pairs of a hidden state of the target and the token that followed it.
+
+A head is trained on the target's own hidden states ("taps"). Each committed token makes one pair: what the target held
+when it chose the token, and the token. EAGLE's heads read all pairs in order (Li et al. 2024a, §4.1, tokens "shifted by
+one"), Medusa's only the last state.
+
+    text        x0   x1   x2   x3  …  root
+    states      g0   g1   g2   …
+    pairs       (g0, x1) (g1, x2) (g2, x3) …    position of a pair: that of its state
+
+Legend: T prompt tokens whose states are known, k taps, h the target's hidden size.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from .. import _compat
+from ..errors import DrafterError
+from ..verify import Verified
+from .base import Commit, Drafter, Prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """States of the target, each with the token that followed it.
+
+    Attributes:
+        states: (n, k·h), the taps side by side in the order that was asked for.
+        tokens: n token ids.
+        position: the position id of the first state; the others follow it without gaps.
+    """
+
+    states: torch.Tensor
+    tokens: list[int]
+    position: int
+
+
+def taps(verified: Verified, layers: Sequence[int]) -> torch.Tensor:
+    """(T, k·h): the states of a forward at `layers`, side by side."""
+    assert verified.hidden_states is not None, "the loop gives states to drafters with `hidden_layers`"
+    states = [verified.hidden_states[layer][0] for layer in layers]
+    return torch.cat([s.to(states[-1].device) for s in states], dim=-1)
+
+
+def prompt_pairs(prompt: Prompt, layers: Sequence[int]) -> Pairs:
+    """The pairs within the prompt, as far back as its forward went.
+
+    Its states may be fewer than its tokens (an earlier turn's cache, a chunked prefill): then the pairs begin later.
+    Padding makes none, nor does a prompt that is embeddings only.
+    """
+    states = taps(prompt.verified, layers)
+    known = min(len(states), prompt.ids.shape[1])
+    states, tokens = states[len(states) - known :][:-1], prompt.ids[0, prompt.ids.shape[1] - known :][1:]
+    length = prompt.ids.shape[1]
+    if prompt.attention_mask is not None:
+        length = int(prompt.attention_mask[0].sum())
+        real = prompt.attention_mask[0, -known:][:-1].to(states.device) != 0
+        states, tokens = states[real], tokens[real.to(tokens.device)]
+    return Pairs(states, tokens.tolist(), max(0, length - 1 - len(states)))
+
+
+def commit_pairs(commit: Commit, layers: Sequence[int]) -> Pairs:
+    """The pairs that a round adds: one for each token that it committed. Their position is the caller's to know."""
+    states = taps(commit.verified, layers)
+    first = len(states) - len(commit.verified.tree)  # the prompt's forward is a tree of its last token
+    index = torch.tensor(commit.path[0], device=states.device) + first
+    return Pairs(states[index], list(commit.tokens[0]), -1)
+
+
+def check_target(
+    what: str, target: PreTrainedModel, *, hidden_size: int, vocab_size: int | None, layers: int = 0
+) -> None:
+    """Raises `DrafterError` unless a head that was trained for such sizes fits the target.
+
+    Args:
+        what: the head, for the message.
+        hidden_size: of the states that it reads.
+        vocab_size: of the target that it was trained for, None if it does not say.
+        layers: the highest index into `hidden_states` that it taps.
+    """
+    config = _compat.text_config(target)
+    for name, ours, theirs in (
+        ("a hidden size", hidden_size, config.hidden_size),
+        ("a vocabulary", vocab_size, config.vocab_size),
+    ):
+        if ours is not None and ours != theirs:
+            raise DrafterError(
+                f"{what} was made for {name} of {ours}, but {type(target).__name__} has {theirs}: it belongs to another "
+                "target. Load the head that was trained for this one."
+            )
+    if layers > config.num_hidden_layers:
+        raise DrafterError(
+            f"{what} reads the state after layer {layers}, but {type(target).__name__} has {config.num_hidden_layers} "
+            "layers: it belongs to another target."
+        )
+
+
+class HeadDrafter(Drafter):
+    """A drafter that reads pairs. Subclasses set `hidden_layers`, and read `_unread` in `draft`.
+
+    Attributes:
+        _unread: the pairs that were committed since the last draft; the last pair's token is the root.
+    """
+
+    def start(self, prompt: Prompt) -> None:
+        pairs = prompt_pairs(prompt, self.hidden_layers)
+        self._unread = Pairs(pairs.states[:0], [], pairs.position + len(pairs.tokens))
+        self._read_prompt(prompt, pairs)
+
+    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
+        """What the head does with the pairs of the prompt; nothing by default."""
+
+    def observe(self, commit: Commit) -> None:
+        more = commit_pairs(commit, self.hidden_layers)
+        states = torch.cat([self._unread.states.to(more.states.device), more.states])
+        self._unread = Pairs(states, self._unread.tokens + more.tokens, self._unread.position)
+
+    def _take_unread(self) -> Pairs:
+        """The unread pairs, which are read with this."""
+        pairs = self._unread
+        self._unread = Pairs(pairs.states[:0], [], pairs.position + len(pairs.tokens))
+        return pairs
