@@ -1,6 +1,8 @@
 """Everything that drafts. One file for each drafter, one import line here."""
 
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
+from .checkpoint import inspect_checkpoint, load_drafter
+from .eagle import EagleDrafter
 from .model import ModelDrafter
 from .ngram import NgramDrafter
 from .recycling import RecyclingDrafter
@@ -11,12 +13,15 @@ __all__ = [
     "Commit",
     "DraftContext",
     "Drafter",
+    "EagleDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "Prompt",
     "RecyclingDrafter",
     "UnionDrafter",
     "drafter_names",
+    "inspect_checkpoint",
+    "load_drafter",
     "make_drafter",
     "register_drafter",
 ]

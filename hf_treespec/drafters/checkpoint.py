@@ -183,24 +183,29 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     return dict(value)
 
 
-def fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
-    """Puts every tensor into the parameter or buffer of its name.
-
-    Raises:
-        CheckpointError: names that are missing or unexpected, or shapes that differ, all of them listed.
-    """
+def compare(module: torch.nn.Module, shapes: Mapping[str, tuple[int, ...]], source: str) -> None:
+    """Raises `CheckpointError` with all names that are missing or unexpected, and all shapes that differ."""
     expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     wrong = [
-        *(f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors),
-        *(f"unexpected {name} {tuple(t.shape)}" for name, t in tensors.items() if name not in expected),
+        *(f"missing {name} {shape}" for name, shape in expected.items() if name not in shapes),
+        *(f"unexpected {name} {shape}" for name, shape in shapes.items() if name not in expected),
         *(
-            f"{name} is {tuple(tensors[name].shape)} instead of {shape}"
+            f"{name} is {shapes[name]} instead of {shape}"
             for name, shape in expected.items()
-            if name in tensors and tuple(tensors[name].shape) != shape
+            if shapes.get(name, shape) != shape
         ),
     ]
     if wrong:
         raise CheckpointError(f"the weights of {source} do not fit: {'; '.join(wrong)}.")
+
+
+def fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    """Puts every tensor into the parameter or buffer of its name.
+
+    Raises:
+        CheckpointError: as `compare`.
+    """
+    compare(module, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
     module.load_state_dict(dict(tensors), strict=True, assign=True)
 
 
