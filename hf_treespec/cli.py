@@ -25,9 +25,9 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import __version__, demo, profile, profile_view, terminal
+from . import __version__, demo, drafters, profile, profile_view, terminal
 from .demo_model import HUB_ID
-from .drafters import base as drafters
+from .drafters.base import drafter_class
 from .errors import TreeSpecError
 from .integration import resolve
 from .loading import Loaded, UserError, load, quiet_libraries
@@ -116,6 +116,11 @@ def build_parser() -> argparse.ArgumentParser:
 
     for command in (shown, generate, measured):
         _add_common(command)
+    inspected = commands.add_parser("inspect", help="say what a trained drafter's files are")
+    inspected.set_defaults(command=run_inspect)
+    inspected.add_argument("path", metavar="ID_OR_PATH")
+    inspected.add_argument("--revision", metavar="NAME", help="of a Hub repository")
+    inspected.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else")
     names = commands.add_parser("drafters", help="list who can draft")
     names.set_defaults(command=run_drafters)
     return parser
@@ -139,7 +144,9 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--threads", type=_number(int, 1), metavar="N", help="torch's CPU threads")
     tree = parser.add_argument_group("tree")
-    tree.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
+    who = tree.add_mutually_exclusive_group()
+    who.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
+    who.add_argument("--head", metavar="ID_OR_PATH", help="a trained drafter's files, see hf-treespec inspect")
     tree.add_argument("--assistant-model", metavar="ID_OR_PATH", help="a small model that drafts")
     tree.add_argument("--max-nodes", type=int, metavar="N", help="guesses a round at most")
     tree.add_argument("--max-depth", type=int, metavar="N", help="guesses on one path at most")
@@ -184,12 +191,14 @@ def tree_options(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def load_named(args: argparse.Namespace) -> Loaded:
-    """The models that the options name."""
+def load_named(args: argparse.Namespace, options: dict[str, Any]) -> Loaded:
+    """The models that the options name; a head goes into `options`."""
     if args.threads:
         torch.set_num_threads(args.threads)
     _progress(f"loading {args.model or HUB_ID} ...")
     loaded = load(args.model, assistant=args.assistant_model, device=args.device, dtype=args.dtype, nf4=args.nf4)
+    if args.head:
+        options["drafter"] = drafters.load_drafter(args.head, target=loaded.model)
     args.until_the_end.enter_context(
         loaded.packed(None if args.pack is None and args.command is run_demo else bool(args.pack))
     )
@@ -202,7 +211,7 @@ def load_named(args: argparse.Namespace) -> Loaded:
 def run_demo(args: argparse.Namespace) -> int:
     screen = pick_screen(args)
     options = tree_options(args)
-    loaded = load_named(args)
+    loaded = load_named(args, options)
     inputs, machine = loaded.inputs(args.prompt, args.raw), loaded.machine()
     arms = demo.make_arms(options, loaded.assistant)
     demo.measure(arms, loaded.model, inputs, args.max_new_tokens, args.repeats, say=_progress)
@@ -239,7 +248,7 @@ def run_generate(args: argparse.Namespace) -> int:
     else:
         sampling = {"do_sample": False}
     options = tree_options(args)
-    loaded = load_named(args)
+    loaded = load_named(args, options)
     inputs = loaded.inputs(args.prompt, args.raw)
     if args.seed is not None:
         torch.manual_seed(args.seed)
@@ -274,7 +283,7 @@ def run_profile(args: argparse.Namespace) -> int:
     options = tree_options(args)
     if args.png is not None:
         profile_view.check_png(args.png)
-    loaded = load_named(args)
+    loaded = load_named(args, options)
     prompts = {"prompt": args.prompt} if args.prompt else profile.PROMPTS
     inputs = {name: loaded.inputs(text, args.raw) for name, text in prompts.items()}
     found = profile.measure(loaded.model, inputs, options, loaded.assistant, args.max_new_tokens, say=_progress)
@@ -288,9 +297,33 @@ def run_profile(args: argparse.Namespace) -> int:
     return 0
 
 
+def run_inspect(args: argparse.Namespace) -> int:
+    found = drafters.inspect_checkpoint(args.path, revision=args.revision)
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+        return 0
+    rows = {
+        "format": found.format,
+        "files": ", ".join(found.files),
+        "parameters": f"{found.parameters:,}",
+        **{name: _told(value) for name, value in found.facts.items()},
+    }
+    for name, value in rows.items():
+        print(f"{name:<{max(map(len, rows))}}  {terminal.inert(value)}")
+    return 0
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k}={v}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "nothing"
+    return "unknown" if value is None else str(value)
+
+
 def run_drafters(args: argparse.Namespace) -> int:
     names = drafters.drafter_names()
     for name in names:
-        document = inspect.getdoc(drafters.drafter_class(name)) or ""
+        document = inspect.getdoc(drafter_class(name)) or ""
         print(f"{name:<{max(map(len, names))}}  {document.split(chr(10), 1)[0]}".rstrip())
     return 0

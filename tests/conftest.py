@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import hf_treespec
-from hf_treespec import Budget, DraftContext, ScriptedDrafter, TokenTree
+from hf_treespec import Budget, DraftContext, Drafter, ScriptedDrafter, TokenTree
 
 VOCAB = 61
 COMMON = {"vocab_size": VOCAB, "initializer_range": 0.5, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -167,3 +168,12 @@ WIDE_OPEN = {"max_nodes": 64, "max_children": 8, "fallback": False, "debug": Tru
 def run(model: PreTrainedModel, ids: torch.Tensor, drafter: object = "ngram", **arguments: object) -> torch.Tensor:
     """Tree decoding with room for every shape and the loop's invariants asserted."""
     return model.generate(ids, tree_spec={"drafter": drafter, **WIDE_OPEN}, **arguments)
+
+
+def ready_drafter(name: str, model: PreTrainedModel, folder: Path) -> Drafter:
+    """A drafter by its registered name, with what it cannot be made without. `folder` may hold files."""
+    if name == "eagle":
+        import test_eagle
+
+        return hf_treespec.load_drafter(test_eagle.write(folder, "eagle1")[0], target=model)
+    return hf_treespec.make_drafter(name)

@@ -14,7 +14,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 import hf_treespec
-from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, EagleDrafter, TokenTree
+from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, EagleDrafter, TokenTree, cli
 
 H, HEADS, KV, SIZE, INNER, DRAFTED = 32, 4, 2, 8, 40, 40
 LAYER = {
@@ -517,3 +517,18 @@ def test_unknown_options_are_named(tmp_path: Path, deep: PreTrainedModel) -> Non
         hf_treespec.load_drafter(folder, target=deep, wave=0)
     with pytest.raises(DrafterError, match="needs a head"):
         hf_treespec.make_drafter("eagle")
+
+
+# -------------------------------------------------------------------- the command line
+
+
+def test_inspect_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = str(write(tmp_path, "modelopt")[0])
+    assert cli.main(["inspect", folder]) == 0
+    shown = capsys.readouterr().out
+    assert "eagle3" in shown and "ModelOpt" in shown and "model-00001-of-00002.safetensors" in shown
+    assert "(1, 3, 5), or (0, 2, 4)" in shown and "embed_tokens, lm_head" in shown
+    assert cli.main(["inspect", folder, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["facts"]["layout"] == "ModelOpt"
+    assert cli.main(["inspect", str(tmp_path / "gone")]) == 2
+    assert "there is no folder" in capsys.readouterr().err

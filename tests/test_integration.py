@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, build, prompt, target
+from conftest import VOCAB, build, prompt, ready_drafter, target
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
@@ -357,7 +357,7 @@ def test_training_mode_with_dropout_is_refused() -> None:
 def test_broken_trees_are_named(llama: PreTrainedModel, tree: Any, message: str) -> None:
     drafter = type("Broken", (Drafter,), {"name": "broken", "draft": lambda self, c, b: tree(c.last_token)})()
     with pytest.raises(DrafterError, match=message) as caught:
-        llama.generate(prompt(), tree_spec=drafter, **GREEDY)
+        llama.generate(prompt(), tree_spec={"drafter": drafter, "fallback": False}, **GREEDY)
     assert "'broken'" in str(caught.value)
 
 
@@ -370,9 +370,9 @@ def test_names_are_registered_once() -> None:
 
 @pytest.mark.parametrize("name", hf_treespec.drafter_names())
 def test_every_registered_drafter_keeps_its_contract(
-    name: str, llama: PreTrainedModel, assistant: PreTrainedModel
+    name: str, llama: PreTrainedModel, assistant: PreTrainedModel, tmp_path: Path
 ) -> None:
-    drafter = hf_treespec.make_drafter(name)
+    drafter = ready_drafter(name, llama, tmp_path)
     extra = {"assistant_model": assistant} if drafter.uses_assistant_model else {}
     hf_treespec.check_drafter(drafter, llama, **extra)
 
