@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, build, prompt
+from conftest import VOCAB, build, prompt, target
 from safetensors.torch import save_file
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 import hf_treespec
 from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, EagleDrafter, TokenTree, cli
+from hf_treespec.packing import can_pack
 
 H, HEADS, KV, SIZE, INNER, DRAFTED = 32, 4, 2, 8, 40, 40
 LAYER = {
@@ -352,6 +354,35 @@ def test_sampled_children_follow_the_targets_noise(deep: PreTrainedModel, tmp_pa
     assert all(a == b for a, b in seen)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mixtral", "mistral", "gpt2"])
+def test_targets_of_other_families(family: str, tmp_path: Path) -> None:
+    """Embeddings, lm_head and states are found whatever a family calls them."""
+    model = target(family)
+    folder, config, tensors = write(tmp_path, "eagle2_qwen")
+    loaded = hf_treespec.load_drafter(folder, target=model, min_gain=0.0)
+    text = plain(model, prompt(8), 10)
+    drafter = Checked(loaded, Slow(config, tensors, model, (-1,)), text)
+    out = model.generate(
+        prompt(8), max_new_tokens=10, do_sample=False, tree_spec={"drafter": drafter, "max_nodes": 6, "fallback": False}
+    )
+    assert out[0].tolist() == text
+    assert len(drafter.checked) >= 3
+
+
+def test_a_packed_target_lends_its_lm_head(llama: PreTrainedModel, tmp_path: Path) -> None:
+    if not can_pack():
+        pytest.skip("no FBGEMM here")
+    model = copy.deepcopy(llama)
+    folder, config, tensors = write(tmp_path, "eagle2_qwen")
+    with hf_treespec.pack(model):
+        text = plain(model, prompt(8), 10)
+        slow = Slow(config, tensors, model, (-1,))
+        drafter = Checked(hf_treespec.load_drafter(folder, target=model, min_gain=0.0), slow, text)
+        spec = {"drafter": drafter, "max_nodes": 6, "fallback": False}
+        assert model.generate(prompt(8), max_new_tokens=10, do_sample=False, tree_spec=spec)[0].tolist() == text
+    assert len(drafter.checked) >= 3
+
+
 @pytest.mark.parametrize("layout", ["modelopt", "speculators"])
 def test_both_conventions_of_counting_layers_are_probed(layout: str, deep: PreTrainedModel, tmp_path: Path) -> None:
     folder, config, tensors = write(tmp_path, layout)
@@ -460,8 +491,6 @@ def test_a_head_without_a_target_checks_at_the_first_call(tmp_path: Path, llama:
 
 
 def test_one_head_serves_one_dtype(tmp_path: Path, llama: PreTrainedModel) -> None:
-    import copy
-
     drafter = hf_treespec.load_drafter(write(tmp_path, "eagle1")[0], target=llama)
     with pytest.raises(DrafterError, match="load it once more"):
         copy.deepcopy(llama).to(torch.bfloat16).generate(prompt(5), max_new_tokens=4, tree_spec=drafter)
