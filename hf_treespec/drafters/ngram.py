@@ -19,7 +19,7 @@ from bisect import bisect_right
 
 from ..errors import DrafterError
 from .base import Prompt, register_drafter
-from .source import MIN_SCORE, Odds, Source, SourceDrafter
+from .source import MIN_SCORE, Claim, Odds, Source, SourceDrafter
 
 # Match lengths with their own a(m): 1, 2, 3, 4-5, 6-8, 9-15, 16 and more. Priors: means over SmolLM2-135M's greedy
 # answers to instruction prompts, rounded.
@@ -105,14 +105,17 @@ class NgramSource(Source):
         self.odds = Odds(_PRIOR)
 
     def read(self, token: int) -> None:
-        text = self.text
-        state = self.root()
-        for _ in range(_BLENDED):  # did each suffix that we would have asked predict this token?
+        self.text.append(token)
+
+    def claims(self, state: int) -> list[Claim]:
+        text, found = self.text, []
+        for _ in range(_BLENDED):  # each suffix that `guesses` asks
             if state <= 0:
                 break
-            self.odds.count(self._kind(state), token in text.next[state])
+            if text.next[state]:
+                found.append(Claim(self.odds, self._kind(state), text.next[state]))
             state = text.link[state]
-        text.append(token)
+        return found
 
     def root(self) -> int:
         return self.text.link[self.text.last]

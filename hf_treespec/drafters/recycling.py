@@ -22,7 +22,7 @@ import torch
 from ..errors import DrafterError
 from ..verify import Verified
 from .base import Prompt, register_drafter
-from .source import Odds, Source, SourceDrafter
+from .source import Claim, Odds, Source, SourceDrafter
 
 _CHUNK = 128
 # Kinds of guesses: by rank 0, 1, 2-3, 4 and later, and by stored probability. Priors: means over SmolLM2-135M's greedy
@@ -123,11 +123,15 @@ class RecyclingSource(Source):
         self._before_root = -1  # the token before the root of the tree that is being verified
 
     def read(self, token: int) -> None:
-        contexts: tuple[Context, Context] = (self._last[1], self._last)
-        for odds, context in zip(self.odds, contexts, strict=True):
-            for rank, (following, chance) in enumerate(self.table.after(context)):
-                odds.count(_kind(rank, chance), following == token)
         self._last = (self._last[1], token)
+
+    def claims(self, state: tuple[int, int]) -> list[Claim]:
+        contexts: tuple[Context, Context] = (state[1], state)
+        return [
+            Claim(odds, _kind(rank, stored), (token,))
+            for odds, context in zip(self.odds, contexts, strict=True)
+            for rank, (token, stored) in enumerate(self.table.after(context))
+        ]
 
     def look(self, verified: Verified) -> None:
         tree = verified.tree

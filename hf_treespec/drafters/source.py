@@ -6,15 +6,20 @@ all sources are merged, where two name the same token their chances combine as 1
 with the best path score is expanded next. Best first is optimal for a given number of nodes: E[accepted] is the sum of
 path probabilities.
 
-Chances are learnt while decoding: each source counts how often guesses of a kind came true (`Odds`).
+Chances are learnt while decoding: each source counts how often guesses of a kind came true (`Odds`). The target says so
+at every node that it verified, rejected ones too: its own choice where it decodes greedily, its probability of the
+guess where it samples (soft labels: the chance that `match` accepts the guess there, exactly).
 """
 
 from __future__ import annotations
 
 import abc
 import heapq
-from collections.abc import Hashable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from transformers import TemperatureLogitsWarper
 
 from ..tree import TokenTree
 from ..verify import Verified
@@ -36,12 +41,21 @@ class Odds:
     def __getitem__(self, kind: int) -> float:
         return self._hits[kind] / self._tries[kind]
 
-    def count(self, kind: int, hit: bool) -> None:
+    def count(self, kind: int, hit: float) -> None:
+        """One guess of a kind: whether it came true, or the chance with which it does."""
         self._hits[kind] += hit
         self._tries[kind] += 1.0
         if self._tries[kind] > MEMORY:
             self._hits[kind] *= 0.5
             self._tries[kind] *= 0.5
+
+
+class Claim(NamedTuple):
+    """What a source says at one place: the next token is one of `tokens`. `odds[kind]` is how often that holds."""
+
+    odds: Odds
+    kind: int
+    tokens: Collection[int]
 
 
 class Source(abc.ABC):
@@ -63,8 +77,12 @@ class Source(abc.ABC):
     def guesses(self, state: Any) -> dict[int, float]:
         """Tokens that may follow `state`, each with its chance in (0, 1]."""
 
+    def claims(self, state: Any) -> list[Claim]:
+        """What it says of the token that follows `state`, for its odds to be learnt from the target's answer."""
+        return []
+
     def look(self, verified: Verified) -> None:  # noqa: B027 - optional hook
-        """Every round: the target's logits at all nodes, rejected ones too."""
+        """Every round, after the text has grown: the target's logits at all nodes, rejected ones too."""
 
 
 class SourceDrafter(Drafter):
@@ -76,15 +94,54 @@ class SourceDrafter(Drafter):
 
     def start(self, prompt: Prompt) -> None:
         self._sources = self.sources(prompt)
+        self._temperature = _temperature(prompt)
         for token in prompt.ids[0].tolist():
             for source in self._sources:
                 source.read(token)
 
     def observe(self, commit: Commit) -> None:
+        self._learn(commit)
         for source in self._sources:
-            for token in commit.tokens[0]:  # read first: were its guesses right, before it is told what was right?
+            for token in commit.tokens[0]:
                 source.read(token)
             source.look(commit.verified)
+
+    def _learn(self, commit: Commit) -> None:
+        """Holds the sources' claims at all verified nodes against the target, before the text grows."""
+        tree = commit.verified.tree
+        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+        states: list[list[Any]] = []
+        claims: list[tuple[int, Claim]] = []
+        for node in range(min(len(tree), commit.verified.logits.shape[1])):
+            if node == 0:
+                states.append([source.root() for source in self._sources])
+            else:
+                before = zip(self._sources, states[parents[node]], strict=True)
+                states.append([source.step(state, tokens[node]) for source, state in before])
+            for source, state in zip(self._sources, states[node], strict=True):
+                claims += [(node, claim) for claim in source.claims(state)]
+        heat = self._temperature
+        labels = self._hits(commit, claims) if heat is None else self._chances(commit.verified, claims, heat)
+        for (_, claim), label in zip(claims, labels, strict=True):
+            claim.odds.count(claim.kind, label)
+
+    def _hits(self, commit: Commit, claims: Sequence[tuple[int, Claim]]) -> list[float]:
+        """Whether each claim holds: the target's choice at the claim's node is among its tokens."""
+        picks = commit.verified.logits[0].argmax(-1).tolist()
+        for node, token in zip(commit.path[0], commit.tokens[0], strict=True):
+            picks[node] = token  # what processors made of it
+        return [float(picks[node] in claim.tokens) for node, claim in claims]
+
+    def _chances(self, verified: Verified, claims: Sequence[tuple[int, Claim]], temperature: float) -> list[float]:
+        """How likely each claim is to hold where the target samples. Truncation (top-k, top-p) is left out: it moves
+        these chances little, and is a sort of the vocabulary for every node."""
+        probabilities = (verified.logits[0].float() / temperature).softmax(-1)
+        nodes = [node for node, claim in claims for _ in claim.tokens]
+        found = probabilities[nodes, [token for _, claim in claims for token in claim.tokens]].tolist()
+        ends = itertools.accumulate(len(claim.tokens) for _, claim in claims)
+        return [
+            min(1.0, sum(found[end - len(claim.tokens) : end])) for end, (_, claim) in zip(ends, claims, strict=True)
+        ]
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         tokens, parents, scores, depths = [context.last_token], [-1], [1.0], [0]
@@ -118,3 +175,10 @@ class SourceDrafter(Drafter):
             path_score = score * chances[token]
             if path_score >= MIN_SCORE:
                 heapq.heappush(frontier, (-path_score, len(frontier) + (node << 20), node, token))
+
+
+def _temperature(prompt: Prompt) -> float | None:
+    """The temperature with which the target samples; None where it decodes greedily."""
+    if not prompt.do_sample:
+        return None
+    return next((float(p.temperature) for p in prompt.processors if type(p) is TemperatureLogitsWarper), 1.0)
