@@ -157,8 +157,8 @@ def _thin(module: Module) -> Module:
         copied.__dict__["_compiled_call_impl"] = None
     if "forward" in copied.__dict__ and copied.__dict__["forward"] is module.__dict__["forward"]:
         raise UnsupportedModelError(
-            f"the forward of {type(module).__name__} was replaced by a function ({module.forward!r}), so that it cannot "
-            f"run with some of its layers. {_WAY_OUT}"
+            f"the forward of {type(module).__name__} was replaced by an object ({type(module.forward).__name__}), so that "
+            f"it cannot run with some of its layers. {_WAY_OUT}"
         )
     return copied
 
@@ -168,7 +168,11 @@ def _rebound(value: Any, module: Module, copied: Module) -> Any:
     if isinstance(value, types.MethodType) and value.__self__ is module:
         return types.MethodType(value.__func__, copied)
     if isinstance(value, functools.partial) and value.args and value.args[0] is module:
-        return functools.partial(value.func, copied, *value.args[1:], **value.keywords)
+        bound = functools.partial(value.func, copied, *value.args[1:], **value.keywords)
+        bound.__dict__.update(
+            {name: _rebound(v, module, copied) for name, v in value.__dict__.items()}
+        )  # its signature
+        return bound
     return value
 
 

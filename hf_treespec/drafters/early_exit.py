@@ -12,6 +12,7 @@ Legend: L decoder layers of the target, T tokens of the prompt, V vocabulary.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -52,9 +53,7 @@ class EarlyExitDrafter(ModelDrafter):
 
     uses_assistant_model = False
 
-    def __init__(
-        self, layers: int | Sequence[int] | None = None, wave: int = 4, min_gain: float | None = None
-    ) -> None:
+    def __init__(self, layers: int | Sequence[int] | None = None, wave: int = 4, min_gain: float | None = None) -> None:
         super().__init__(None, wave, min_gain)
         self.layers = _checked(layers)
 
@@ -84,7 +83,7 @@ def _checked(layers: Any) -> int | tuple[int, ...] | None:
         return layers  # type: ignore[no-any-return]
     if isinstance(layers, Sequence) and not isinstance(layers, str):
         kept = tuple(layers)
-        if kept and all(whole(i, 0) for i in kept) and all(a < b for a, b in zip(kept, kept[1:], strict=False)):
+        if kept and all(whole(i, 0) for i in kept) and all(a < b for a, b in itertools.pairwise(kept)):
             return kept
     raise DrafterError(
         f"layers={layers!r} must be None, a whole number of first layers, or ascending indices of layers, e.g. "
@@ -115,7 +114,7 @@ def _without_middle(count: int, share: float) -> tuple[int, ...]:
 
 def candidates(count: int) -> list[tuple[int, ...]]:
     """Subsets of `count` layers that are worth measuring: exits, then skipped middles."""
-    exits = [tuple(range(max(1, round(count * share)))) for share in EXITS]
+    exits = [tuple(range(max(1, min(round(count * share), count - 1)))) for share in EXITS]
     return list(dict.fromkeys([*exits, *(_without_middle(count, share) for share in SKIPS)]))
 
 
