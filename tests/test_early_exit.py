@@ -433,6 +433,13 @@ def test_more_layers_than_there_are(layers: Any) -> None:
         run(deep("llama"), prompt(20), EarlyExitDrafter(layers), **GREEDY)
 
 
+def test_a_prompt_without_ids() -> None:
+    model = deep("llama")
+    embeds = model.get_input_embeddings()(prompt(20)).detach()
+    with pytest.raises(DrafterError, match="'early_exit' cannot read a prompt that is only inputs_embeds"):
+        model.generate(inputs_embeds=embeds, tree_spec="early_exit", **GREEDY)
+
+
 def test_other_options() -> None:
     with pytest.raises(DrafterError, match="wave=0"):
         EarlyExitDrafter(wave=0)
