@@ -3,6 +3,7 @@
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
 from .checkpoint import inspect_checkpoint, load_drafter
 from .eagle import EagleDrafter
+from .early_exit import EarlyExitDrafter
 from .model import ModelDrafter
 from .ngram import NgramDrafter
 from .recycling import RecyclingDrafter
@@ -14,6 +15,7 @@ __all__ = [
     "DraftContext",
     "Drafter",
     "EagleDrafter",
+    "EarlyExitDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "Prompt",

@@ -49,7 +49,8 @@ class ModelDrafter(Drafter):
         check_assistant(prompt.target, model)
         if prompt.ids.shape[1] == 0:
             raise DrafterError(
-                "drafter 'model' cannot read a prompt that is only inputs_embeds; pass input_ids too, or use 'ngram'."
+                f"drafter {self.name!r} cannot read a prompt that is only inputs_embeds; pass input_ids too, or use "
+                "'ngram'."
             )
         self._model = model
         self._vocabulary = _compat.text_config(model).vocab_size
