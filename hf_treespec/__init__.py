@@ -7,10 +7,12 @@ Importing the package adds the argument `tree_spec` to `generate`; `disable()` t
 """
 
 from .config import TreeSpecConfig
+from .datastore import Datastore
 from .demo_model import demo_model
 from .drafters import (
     Budget,
     Commit,
+    DatastoreDrafter,
     DraftContext,
     Drafter,
     EagleDrafter,
@@ -28,6 +30,7 @@ from .drafters import (
 )
 from .errors import (
     CheckpointError,
+    DatastoreError,
     DemoModelError,
     DrafterError,
     OptionError,
@@ -47,6 +50,9 @@ __all__ = [
     "Budget",
     "CheckpointError",
     "Commit",
+    "Datastore",
+    "DatastoreDrafter",
+    "DatastoreError",
     "DecodeStats",
     "DemoModelError",
     "DraftContext",

@@ -60,6 +60,7 @@ class Call:
     model_kwargs: dict[str, Any]
     streamer: Any = None
     assistant_model: PreTrainedModel | None = None
+    tokenizer: Any = None
 
 
 class Decoding:
@@ -264,6 +265,7 @@ class Decoding:
                 assistant_model=call.assistant_model,
                 max_nodes=call.config.max_nodes,
                 verified=verified,
+                tokenizer=call.tokenizer,
             )
         )
 

@@ -6,6 +6,7 @@ TreeSpecError
 ├── UnsupportedModelError   (NotImplementedError)  a target whose cache or attention cannot hold a tree
 ├── DrafterError            (RuntimeError)         an unknown drafter, one unfit for the target, or a broken contract
 │   └── CheckpointError                           a drafter's files: not there, of no known format, or incomplete
+├── DatastoreError          (ValueError)           a datastore that cannot be built, opened or used here
 ├── TreeError               (ValueError)           a `TokenTree` that is not a tree
 └── DemoModelError          (RuntimeError)         the embedded demo model cannot be had
 """
@@ -33,6 +34,10 @@ class DrafterError(TreeSpecError, RuntimeError):
 
 class CheckpointError(DrafterError):
     """A drafter's files are not there, of no known format, or incomplete."""
+
+
+class DatastoreError(TreeSpecError, ValueError):
+    """A datastore cannot be built, opened, or used with this target or tokenizer."""
 
 
 class TreeError(TreeSpecError, ValueError):

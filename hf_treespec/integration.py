@@ -167,6 +167,7 @@ def _tree_spec_decoding(
                 model_kwargs=model_kwargs,
                 streamer=streamer,
                 assistant_model=assistant_model,
+                tokenizer=tokenizer,
             )
         )
     except BaseException:

@@ -2,6 +2,7 @@
 
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
 from .checkpoint import inspect_checkpoint, load_drafter
+from .datastore import DatastoreDrafter
 from .eagle import EagleDrafter
 from .early_exit import EarlyExitDrafter
 from .model import ModelDrafter
@@ -12,6 +13,7 @@ from .union import UnionDrafter
 __all__ = [
     "Budget",
     "Commit",
+    "DatastoreDrafter",
     "DraftContext",
     "Drafter",
     "EagleDrafter",

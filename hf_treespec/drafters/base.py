@@ -56,6 +56,7 @@ class Prompt:
         assistant_model: the `assistant_model=` of the call, or None.
         max_nodes: the largest tree of the call, for preallocation.
         verified: the prompt's forward (a tree of one root): logits, and hidden states where `hidden_layers` asks.
+        tokenizer: the `tokenizer=` of the call, or None. Only for checks: a drafter works on ids.
     """
 
     target: PreTrainedModel
@@ -66,6 +67,7 @@ class Prompt:
     assistant_model: PreTrainedModel | None
     max_nodes: int
     verified: Verified
+    tokenizer: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
