@@ -23,6 +23,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import sys
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -119,7 +120,8 @@ class Datastore:
         arrays = []
         for dtype, count in zip(dtypes, header.counts, strict=True):
             end = offset + count * np.dtype(dtype).itemsize
-            arrays.append(data[offset:end].view(np.ndarray).view(np.dtype(dtype).newbyteorder("<")))
+            array = data[offset:end].view(np.ndarray).view(dtype)
+            arrays.append(array if sys.byteorder == "little" else array.byteswap())
             offset = _aligned(end)
         store = cls(path, header, arrays)
         if tokenizer is not None:
