@@ -1,8 +1,9 @@
-"""The command `hf-treespec`: demo · generate · profile · drafters.
+"""The command `hf-treespec`: demo · generate · profile · datastore · drafters.
 
 `demo` decodes one prompt plainly, as a chain and as a tree: see `hf_treespec.demo`.
 `generate` streams a text to stdout, and nothing else there.
 `profile` measures what rows cost and drafts are worth: see `hf_treespec.profile`.
+`datastore` makes files of earlier texts to draft from: see `hf_treespec.datastore_cli`.
 
 Exit status: 0; 1 texts differ that must not; 2 a mistake of the caller's, in one line on stderr; 130 interrupted.
 
@@ -25,7 +26,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from . import __version__, demo, drafters, profile, profile_view, terminal
+from . import __version__, datastore_cli, demo, drafters, profile, profile_view, terminal
+from .datastore import Datastore
 from .demo_model import HUB_ID
 from .drafters.base import drafter_class
 from .errors import TreeSpecError
@@ -121,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspected.add_argument("path", metavar="ID_OR_PATH")
     inspected.add_argument("--revision", metavar="NAME", help="of a Hub repository")
     inspected.add_argument("--json", action="store_true", help="one JSON document on stdout, and nothing else")
+    datastore_cli.add_commands(commands, _progress)
     names = commands.add_parser("drafters", help="list who can draft")
     names.set_defaults(command=run_drafters)
     return parser
@@ -148,6 +151,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     who.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
     who.add_argument("--head", metavar="ID_OR_PATH", help="a trained drafter's files, see hf-treespec inspect")
     tree.add_argument("--assistant-model", metavar="ID_OR_PATH", help="a small model that drafts")
+    tree.add_argument("--datastore", metavar="PATH", help="earlier texts to draft from: see hf-treespec datastore")
     tree.add_argument("--max-nodes", type=int, metavar="N", help="guesses a round at most")
     tree.add_argument("--max-depth", type=int, metavar="N", help="guesses on one path at most")
     tree.add_argument("--max-children", type=int, metavar="N", help="guesses for one place at most")
@@ -187,6 +191,8 @@ def tree_options(args: argparse.Namespace) -> dict[str, Any]:
     """What is to stand after `tree_spec=`, checked before a model is loaded."""
     names = ("drafter", "max_nodes", "max_depth", "max_children", "fallback")
     options = {name: value for name in names if (value := getattr(args, name)) is not None}
+    if args.datastore is not None:
+        options["drafter_options"] = datastore_cli.drafter_options(args)
     resolve(options)
     return options
 
@@ -199,6 +205,8 @@ def load_named(args: argparse.Namespace, options: dict[str, Any]) -> Loaded:
     loaded = load(args.model, assistant=args.assistant_model, device=args.device, dtype=args.dtype, nf4=args.nf4)
     if args.head:
         options["drafter"] = drafters.load_drafter(args.head, target=loaded.model)
+    if args.datastore is not None:
+        Datastore.open(args.datastore, tokenizer=loaded.tokenizer)
     args.until_the_end.enter_context(
         loaded.packed(None if args.pack is None and args.command is run_demo else bool(args.pack))
     )

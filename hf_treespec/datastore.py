@@ -24,7 +24,6 @@ import hashlib
 import json
 import os
 import sys
-import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,6 +34,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import DatastoreError
+from .fingerprint import fingerprint
 
 MAGIC = b"\x89HFTSD\r\n"  # a first byte that no text has, and a line end that a transfer as text would break
 FORMAT = 1
@@ -334,7 +334,7 @@ def _write(path: Path, header: Header, arrays: Sequence[npt.NDArray[Any]]) -> No
     text = json.dumps(dataclasses.asdict(header)).encode()
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("xb") as file:
+        with partial.open("wb") as file:
             file.write(MAGIC + len(text).to_bytes(8, "little") + text)
             for array in arrays:
                 file.write(bytes(_aligned(file.tell()) - file.tell()))
@@ -412,40 +412,3 @@ def _problems(header: Header) -> Iterator[str]:
         yield f"its header says dtype={header.dtype!r}"
     if header.tokens < 2 * header.texts:
         yield f"its header says {header.texts} texts in {header.tokens} tokens"
-
-
-# -------------------------------------------------------------------- tokenizers
-
-_fingerprints: weakref.WeakKeyDictionary[Any, tuple[int, str]] = weakref.WeakKeyDictionary()
-
-
-def fingerprint(tokenizer: Any) -> str:
-    """32 hex digits, the same for tokenizers that cut texts into the same ids.
-
-    Of a fast tokenizer: its model (vocabulary and merges), added tokens, normaliser and pre-tokenizer as it serialises
-    them, fields without a value left out, since later versions of its library write more of those. Of any other: its
-    vocabulary. What only wraps texts (templates, special tokens around them, padding) does not count.
-    """
-    size, known = _fingerprints.get(tokenizer, (-1, ""))
-    if size == len(tokenizer):
-        return known
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        parts: Any = sorted(tokenizer.get_vocab().items(), key=lambda item: (item[1], item[0]))
-    else:
-        whole = json.loads(backend.to_str())
-        parts = {name: _plain(whole[name]) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
-    found = hashlib.sha256(text.encode()).hexdigest()[:32]
-    _fingerprints[tokenizer] = (len(tokenizer), found)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Fields without a value left out; merges written as pairs, whichever way the library writes them."""
-    if isinstance(value, dict):
-        kept = {name: _plain(part) for name, part in value.items() if part is not None and part is not False}
-        if isinstance(kept.get("merges"), list):
-            kept["merges"] = [pair.split(" ") if isinstance(pair, str) else pair for pair in kept["merges"]]
-        return kept
-    return [_plain(part) for part in value] if isinstance(value, list) else value

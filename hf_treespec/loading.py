@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
 from . import __version__
-from .demo_model import HUB_ID, demo_model
+from .demo_model import HUB_ID, demo_model, demo_model_path
 from .packing import can_pack, is_packed, pack
 
 
@@ -149,6 +149,18 @@ def load_model(name: str | None, device: torch.device, dtype_name: str | None, n
         raise
     except Exception as error:  # transformers raises a dozen classes here, for names, files, packages and networks
         raise UserError(f"cannot load model {name!r}: {_brief(error)}") from error
+
+
+def load_tokenizer(name: str | None) -> Any:
+    """A model's tokenizer alone; `name` None is the embedded model's."""
+    if name is not None and name.startswith((".", "/", "~")) and not Path(name).is_dir():
+        raise UserError(f"cannot load the tokenizer of {name!r}: there is no such folder")
+    source = demo_model_path() if name is None else name
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            return AutoTokenizer.from_pretrained(source)
+    except Exception as error:  # as for models
+        raise UserError(f"cannot load the tokenizer of {name!r}: {_brief(error)}") from error
 
 
 def four_bit(dtype: Any) -> BitsAndBytesConfig:
