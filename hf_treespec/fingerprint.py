@@ -17,6 +17,7 @@ def fingerprint(tokenizer: Any) -> str:
     them, fields without a value left out, since later versions of its library write more of those. Of any other: its
     vocabulary. What only wraps texts (templates, special tokens around them, padding) does not count.
     """
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     size, known = _fingerprints.get(tokenizer, (-1, ""))
     if size == len(tokenizer):
         return known

@@ -12,7 +12,8 @@ import transformers
 from transformers import PreTrainedModel
 
 import hf_treespec
-from hf_treespec import Budget, DraftContext, Drafter, ScriptedDrafter, TokenTree
+from hf_treespec import Budget, Datastore, DraftContext, Drafter, ScriptedDrafter, TokenTree
+from hf_treespec.datastore import build as build_datastore
 
 VOCAB = 61
 COMMON = {"vocab_size": VOCAB, "initializer_range": 0.5, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -76,6 +77,11 @@ def assistant() -> PreTrainedModel:
         for parameter in model.parameters():
             parameter.add_(0.03 * torch.randn_like(parameter))
     return model
+
+
+@pytest.fixture(scope="session")
+def datastore(llama: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Datastore:
+    return datastore_of(llama, tmp_path_factory.mktemp("datastore") / "answers")
 
 
 @pytest.fixture(autouse=True)
@@ -170,10 +176,21 @@ def run(model: PreTrainedModel, ids: torch.Tensor, drafter: object = "ngram", **
     return model.generate(ids, tree_spec={"drafter": drafter, **WIDE_OPEN}, **arguments)
 
 
+def datastore_of(model: PreTrainedModel, path: Path) -> Datastore:
+    """What `model` answers to a few prompts, and to the two of `check_drafter`."""
+    prompts = [prompt(12, seed) for seed in range(4)]
+    prompts += [torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6, 3, 1, 4]]), torch.tensor([[2, 7, 1, 8, 2, 8, 2, 7]])]
+    texts = [model.generate(ids, max_new_tokens=30, do_sample=False)[0].tolist() for ids in prompts]
+    build_datastore(path, texts, vocabulary=VOCAB, fingerprint="of the test")
+    return Datastore.open(path)
+
+
 def ready_drafter(name: str, model: PreTrainedModel, folder: Path) -> Drafter:
     """A drafter by its registered name, with what it cannot be made without. `folder` may hold files."""
     if name == "eagle":
         import test_eagle
 
         return hf_treespec.load_drafter(test_eagle.write(folder, "eagle1")[0], target=model)
+    if name == "datastore":
+        return hf_treespec.DatastoreDrafter(datastore_of(model, folder / "datastore"))
     return hf_treespec.make_drafter(name)
