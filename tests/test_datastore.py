@@ -62,7 +62,10 @@ def plain_search(texts: list[list[int]], tokens: list[int]) -> tuple[list[int], 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("vocabulary", "dtype"), [(4, "uint16"), (2**16 - 1, "uint16"), (2**16, "uint32")])
-def test_matches_are_those_of_a_plain_search(tmp_path: Path, seed: int, vocabulary: int, dtype: str) -> None:
+def test_matches_are_those_of_a_plain_search(
+    tmp_path: Path, monkeypatch: Any, seed: int, vocabulary: int, dtype: str
+) -> None:
+    monkeypatch.setattr(format_, "SAMPLE", 10**6)
     rng = np.random.default_rng(seed)
     low = vocabulary - 2 - seed % 2  # the highest ids: next to the separator's
     texts = [rng.integers(low, vocabulary, rng.integers(0, 60)).tolist() for _ in range(6)] + [[vocabulary - 1]]

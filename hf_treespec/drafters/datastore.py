@@ -14,8 +14,6 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
-from heapq import nlargest
 from typing import Any
 
 from ..datastore import CONTEXT, NOWHERE, Datastore, Interval
@@ -35,9 +33,8 @@ _PRIORS = (
     (0.01, 0.05, 0.16, 0.6, 0.8, 0.98),
     (0.01, 0.1, 0.24, 0.86, 0.86, 0.98),
 )
-# Matches that speak at a node, and how many times as often as the one before each must occur: a shorter match that
-# occurs hardly more often knows nothing new.
-_ASKED, _MORE = 2, 4
+# The length of the shorter match, and how many times as often it must occur to know something new.
+_SHORT, _MORE = 2, 2
 
 
 class Place:
@@ -90,7 +87,7 @@ class Place:
 class DatastoreSource(Source):
     """States are places. Odds are only counted where a draft has asked: reading a long prompt costs no lookups."""
 
-    def __init__(self, store: Datastore, min_match: int = 1, width: int = 8) -> None:
+    def __init__(self, store: Datastore, min_match: int = 1, width: int = 4) -> None:
         self.store, self.min_match, self.width = store, min_match, width
         self.odds = Odds([chance for row in _PRIORS for chance in row])
         self._known: dict[tuple[int, int, int], dict[int, int]] = {}
@@ -115,28 +112,31 @@ class DatastoreSource(Source):
 
     def guesses(self, state: Place) -> dict[int, float]:
         if state.guesses is None:
-            state.guesses = [self._kinds(interval, length) for interval, length in self._matches(state)]
-        chances: dict[int, float] = {}
+            state.guesses = self._ask(state)
+        odds, chances = self.odds, dict[int, float]()
         left = 1.0
         for kinds in state.guesses:
             taken = 0.0
             for token, kind in kinds.items():
-                chance = left * self.odds[kind]
+                chance = left * odds[kind]
                 taken += chance
                 chances[token] = chances.get(token, 0.0) + chance
             left = max(0.0, left - taken)
         return chances
 
-    def _matches(self, place: Place) -> Iterator[tuple[Interval, int]]:
-        """The longest match, and the longest of those that occur `_MORE` times as often."""
-        asked, least = 0, 1
-        for length in range(place.longest, self.min_match - 1, -1):
-            first, end = place.interval(length)
-            if end - first >= least:
-                yield (first, end), length
-                asked, least = asked + 1, _MORE * (end - first)
-                if asked == _ASKED:
-                    return
+    def _ask(self, place: Place) -> list[dict[int, int]]:
+        """What the longest match says, and one of `_SHORT` tokens where that occurs more often."""
+        length = place.longest
+        if length < self.min_match or not length:
+            return []
+        first, end = place.interval(length)
+        found = [self._kinds((first, end), length)]
+        shorter = min(length - 1, _SHORT)
+        if shorter >= self.min_match:
+            wider = place.interval(shorter)
+            if wider[1] - wider[0] >= _MORE * (end - first):
+                found.append(self._kinds(wider, shorter))
+        return found
 
     def _kinds(self, interval: Interval, length: int) -> dict[int, int]:
         """The `width` most frequent continuations of a match, each with its kind."""
@@ -144,7 +144,7 @@ class DatastoreSource(Source):
         known = self._known.get(key)
         if known is None:
             counts, total = self.store.following(interval, length)
-            best = nlargest(self.width, counts, key=counts.__getitem__) if len(counts) > self.width else counts
+            best = sorted(counts, key=counts.__getitem__, reverse=True)[: self.width]
             row = (len(_SHARES) + 1) * (bisect_right(_LENGTHS, length) - 1)
             known = {token: row + bisect_right(_SHARES, counts[token] / (total + 1)) for token in best}
             self._known[key] = known
@@ -186,7 +186,7 @@ class DatastoreDrafter(SourceDrafter):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | Datastore | None = None, min_match: int = 1, width: int = 8
+        self, path: str | os.PathLike[str] | Datastore | None = None, min_match: int = 1, width: int = 4
     ) -> None:
         if path is None:
             raise DrafterError("drafter 'datastore' needs path=...; build one with hf-treespec datastore build.")
