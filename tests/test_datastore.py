@@ -530,6 +530,7 @@ def test_generate_drafts_from_it(
     [
         (["--drafter", "ngram", "--datastore", "x"], "not for --drafter ngram"),
         (["--assistant-model", "y", "--datastore", "x"], "not for --assistant-model"),
+        (["--head", "y", "--datastore", "x"], "not for --head"),
         (["--datastore", "absent"], "cannot open datastore 'absent'"),
         (["--drafter", "datastore"], "hf-treespec datastore build"),
     ],
