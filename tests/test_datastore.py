@@ -191,6 +191,17 @@ def test_changed_contents_are_found_by_verify(tmp_path: Path) -> None:
         Datastore.open(path).verify()
 
 
+def test_changed_positions_are_named_when_they_are_met(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    made(path, [[1, 2, 3]])
+    data = bytearray(path.read_bytes())
+    data[-12:] = b"\xff" * 12  # the positions
+    path.write_bytes(data)
+    for ids in ([9, 1], [9, 1, 2]):
+        with pytest.raises(DatastoreError, match="store' is damaged: its positions"):
+            drafted(started(DatastoreDrafter(path), ids), ids)
+
+
 def test_no_such_file(tmp_path: Path) -> None:
     for path in (tmp_path / "absent", tmp_path):
         with pytest.raises(DatastoreError, match=f"cannot open datastore '{path}'"):
