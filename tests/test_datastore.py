@@ -26,6 +26,7 @@ from hf_treespec import (
     DatastoreDrafter,
     DatastoreError,
     DrafterError,
+    TokenTree,
     UnionDrafter,
     check_drafter,
     cli,
@@ -392,8 +393,8 @@ def test_chances_are_learnt_where_guesses_were_asked(tmp_path: Path) -> None:
     trees = []
     for _ in range(30):
         trees.append(drafted(drafter, [5], BUDGET))
-        commit = Commit([[41, 5]], [[0, 0]], [5], Verified(trees[-1], torch.zeros(1, 1, VOCAB)))
-        drafter.observe(commit)
+        for tree, token in ((trees[-1], 41), (TokenTree.root_only(41), 5)):
+            drafter.observe(Commit([[token]], [[0]], [token], Verified(tree, torch.zeros(1, len(tree), VOCAB))))
     assert trees[-1].scores[0, 1] < 0.5 * trees[0].scores[0, 1]
 
 

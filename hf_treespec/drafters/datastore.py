@@ -19,7 +19,7 @@ from typing import Any
 from ..datastore import CONTEXT, NOWHERE, Datastore, Interval
 from ..errors import DrafterError
 from .base import Prompt, register_drafter
-from .source import Odds, Source, SourceDrafter
+from .source import Claim, Odds, Source, SourceDrafter
 
 # Kinds of guesses: by match length 1, 2, 3, 4-5, 6-8, 9-15, 16, and by share. Priors: means over 120 of SmolLM2-135M's
 # greedy answers to instruction prompts, in a datastore of 680 others, rounded.
@@ -86,7 +86,7 @@ class Place:
 
 
 class DatastoreSource(Source):
-    """States are places. Odds are only counted where a draft has asked: reading a long prompt costs no lookups."""
+    """States are places. It claims only what a draft has asked for: reading a long prompt costs no lookups."""
 
     def __init__(self, store: Datastore, min_match: int = 1, width: int = 4) -> None:
         self.store, self.min_match, self.width = store, min_match, width
@@ -97,13 +97,13 @@ class DatastoreSource(Source):
 
     def read(self, token: int) -> None:
         place = self._place
-        for kinds in place.guesses or ():
-            for guess, kind in kinds.items():
-                self.odds.count(kind, guess == token)
         self._place = place.step(token)
         place.children = {}  # the branches that did not come true
         self._recent.append(self._place)
         self._recent[0].before = None  # no match reaches further back
+
+    def claims(self, state: Place) -> list[Claim]:
+        return [Claim(self.odds, kind, (token,)) for kinds in state.guesses or () for token, kind in kinds.items()]
 
     def root(self) -> Place:
         return self._place
