@@ -1,10 +1,13 @@
 """Everything that drafts. One file for each drafter, one import line here."""
 
+from . import hydra_format
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
 from .checkpoint import inspect_checkpoint, load_drafter
 from .datastore import DatastoreDrafter
 from .eagle import EagleDrafter
 from .early_exit import EarlyExitDrafter
+from .hydra import HydraDrafter
+from .medusa import MedusaDrafter
 from .model import ModelDrafter
 from .ngram import NgramDrafter
 from .recycling import RecyclingDrafter
@@ -18,6 +21,8 @@ __all__ = [
     "Drafter",
     "EagleDrafter",
     "EarlyExitDrafter",
+    "HydraDrafter",
+    "MedusaDrafter",
     "ModelDrafter",
     "NgramDrafter",
     "Prompt",

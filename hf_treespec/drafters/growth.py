@@ -73,13 +73,9 @@ class Growth:
 
     def _branch(self, nodes: list[int], scores: torch.Tensor) -> None:
         """Adds the likeliest children of each node, given log q (len(nodes), Vq)."""
-        if self.context.noise is not None:
-            draws = torch.cat([self.context.noise.peek(self.depths[n]) for n in nodes]).to(scores.device)
-            draws = draws[:, : scores.shape[1]] if self.vocabulary is None else draws[:, self.vocabulary]
-            scores = torch.log_softmax(scores - draws.log(), dim=-1)
-        values, places = scores.topk(min(self.budget.max_children, scores.shape[1]), dim=-1)
-        tokens = places if self.vocabulary is None else self.vocabulary[places]
-        for node, row_values, row_tokens in zip(nodes, values.exp().tolist(), tokens.tolist(), strict=True):
+        depths = [self.depths[n] for n in nodes]
+        values, tokens = children(self.context, scores, depths, self.budget.max_children, self.vocabulary)
+        for node, row_values, row_tokens in zip(nodes, values, tokens, strict=True):
             for value, token in zip(row_values, row_tokens, strict=True):
                 if value > 0:
                     self._add(node, token, min(1.0, value) * self.scores[node])
@@ -102,6 +98,30 @@ class Growth:
             [self.scores[n] for n in kept],
         )
         return tree, place
+
+
+def children(
+    context: DraftContext,
+    scores: torch.Tensor,
+    depths: Sequence[int],
+    count: int,
+    vocabulary: torch.Tensor | None = None,
+) -> tuple[list[list[float]], list[list[int]]]:
+    """The likeliest tokens after some nodes, the likeliest first: their probabilities and ids, a list for each node.
+
+    Args:
+        scores: (n, Vq) float32 log q.
+        depths: n, of the nodes; where the target samples, its noise at the depth below counts.
+        count: tokens wanted for each; there are fewer where Vq is smaller.
+        vocabulary: as in `Growth`.
+    """
+    if context.noise is not None:
+        draws = torch.cat([context.noise.peek(depth) for depth in depths]).to(scores.device)
+        draws = draws[:, : scores.shape[1]] if vocabulary is None else draws[:, vocabulary]
+        scores = torch.log_softmax(scores - draws.log(), dim=-1)
+    values, places = scores.topk(min(count, scores.shape[1]), dim=-1)
+    tokens = places if vocabulary is None else vocabulary[places]
+    return values.exp().tolist(), tokens.tolist()
 
 
 class Slots:

@@ -14,7 +14,9 @@ Legend: T prompt tokens whose states are known, k taps, h the target's hidden si
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +25,8 @@ from .. import _compat
 from ..errors import DrafterError
 from ..verify import Verified
 from .base import Commit, Drafter, Prompt
+
+_placing = threading.Lock()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +42,10 @@ class Pairs:
     states: torch.Tensor
     tokens: list[int]
     position: int
+
+    def last(self) -> Pairs:
+        """The last of them alone."""
+        return Pairs(self.states[-1:], self.tokens[-1:], self.position + max(0, len(self.tokens) - 1))
 
 
 def taps(verified: Verified, layers: Sequence[int]) -> torch.Tensor:
@@ -98,6 +106,50 @@ def check_target(
             f"{what} reads the state after layer {layers}, but {type(target).__name__} has {config.num_hidden_layers} "
             "layers: it belongs to another target."
         )
+
+
+def output_layer(target: PreTrainedModel) -> torch.nn.Module:
+    """What makes the target's logits of its last states, quantised or packed as it may be.
+
+    Raises:
+        DrafterError: the target has none.
+    """
+    layer: torch.nn.Module | None = target.get_output_embeddings()
+    if layer is None:
+        raise DrafterError(f"{type(target).__name__} has no output layer (lm_head) for a head to use.")
+    return layer
+
+
+def place_beside(head: torch.nn.Module, target: PreTrainedModel) -> torch.device:
+    """Puts a head, in place, where the target's last states are made; its parameters into the target's dtype.
+
+    Rotary frequencies keep theirs. Returns the device.
+
+    Raises:
+        DrafterError: the head serves a target elsewhere or in another dtype already.
+    """
+    device = device_of(output_layer(target), target)
+    with _placing:
+        before = getattr(head, "placed", None)
+        if before is None:
+            head.to(device)
+            for parameter in head.parameters():
+                parameter.data = parameter.data.to(target.dtype)
+            head.placed = (device, target.dtype)  # type: ignore[assignment]
+        elif before != (device, target.dtype):
+            raise DrafterError(
+                f"this head serves a target on {before[0]} in {before[1]}; load it once more for one on {device} in "
+                f"{target.dtype}."
+            )
+    return device
+
+
+def device_of(layer: torch.nn.Module, target: PreTrainedModel) -> torch.device:
+    """Where a layer of the target computes; an offloaded one where the target's first layers do."""
+    weight: Any = getattr(layer, "weight", None)
+    on_hand = isinstance(weight, torch.Tensor) and weight.device.type != "meta"
+    device: torch.device = weight.device if on_hand else target.device
+    return device
 
 
 class HeadDrafter(Drafter):
