@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -185,12 +186,31 @@ def datastore_of(model: PreTrainedModel, path: Path) -> Datastore:
     return Datastore.open(path)
 
 
+# The drafters that need a trained head, and a layout of which their tests write a random one.
+HEADS = {"eagle": "eagle1", "medusa": "medusa1", "hydra": "prefix"}
+
+
 def ready_drafter(name: str, model: PreTrainedModel, folder: Path) -> Drafter:
     """A drafter by its registered name, with what it cannot be made without. `folder` may hold files."""
-    if name == "eagle":
-        import test_eagle
-
-        return hf_treespec.load_drafter(test_eagle.write(folder, "eagle1")[0], target=model)
+    if name in HEADS:
+        tests = importlib.import_module(f"test_{name}")
+        return hf_treespec.load_drafter(tests.write(folder, HEADS[name])[0], target=model)
     if name == "datastore":
         return hf_treespec.DatastoreDrafter(datastore_of(model, folder / "datastore"))
     return hf_treespec.make_drafter(name)
+
+
+def plain(model: PreTrainedModel, ids: torch.Tensor, count: int) -> list[int]:
+    """The text of greedy decoding: prompt and `count` new tokens."""
+    return model.generate(ids, max_new_tokens=count, do_sample=False)[0].tolist()
+
+
+@torch.no_grad()
+def output_that_knows(model: PreTrainedModel, text: list[int], ahead: int) -> torch.Tensor:
+    """(V, h): an output layer that reads off the last state before each token of `text` the one `ahead` of that token.
+
+    Exact while the text has fewer tokens than a state has numbers, a good guess beyond.
+    """
+    states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0, : -ahead - 1]
+    wanted = torch.nn.functional.one_hot(torch.tensor(text[ahead + 1 :]), VOCAB).float()
+    return 8 * torch.linalg.lstsq(states, wanted, driver="gelsd").solution.T

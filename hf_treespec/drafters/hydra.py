@@ -63,7 +63,8 @@ class HydraHeads(torch.nn.Module):
         prefix: LlamaConfig | None = None,
     ) -> None:
         super().__init__()
-        self.hidden_size, self.vocab_size, self.grounded = hidden_size, vocab_size, grounded
+        self.hidden_size, self.vocab_size = hidden_size, vocab_size
+        self.layers, self.grounded = layers, grounded
         self.prefix_embeding_layer: Any = None
         if prefix is not None:
             self.prefix_embeding_layer = LlamaModel(prefix)

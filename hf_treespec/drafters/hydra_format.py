@@ -24,6 +24,7 @@ _LAYER = "prefix_embeding_layer.layers.0."  # sic
 _ROTARY = f"{_LAYER}self_attn.rotary_emb.inv_freq"
 _COPIES = ("input_embed_fn.weight", "prefix_embeding_layer.embed_tokens.weight")
 _NOT_READ = (*_COPIES, _ROTARY)
+_KNOWN = ("mlp", "prefix-mlp")
 # The reference's layer rotates with this base whatever the target's is.
 _ROTARY_BASE = 10000.0
 
@@ -39,30 +40,31 @@ class HydraFormat(Format):
         return "hydra_head_arch" in checkpoint.config or any(n.startswith(named) for n in checkpoint.shapes)
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        common = {
-            "architecture": _architecture(checkpoint),
-            "hidden_layers": list(_hidden_layers(checkpoint)),
-            "base_model": checkpoint.config.get("base_model_name_or_path"),
+        architecture, layer = _architecture(checkpoint), _hidden_layers(checkpoint)[0]
+        facts: dict[str, Any] = {
+            "layout": architecture if architecture in _KNOWN else f"{architecture}, which is not supported",
+            "target": checkpoint.config.get("base_model_name_or_path"),
         }
-        if common["architecture"] not in ("mlp", "prefix-mlp"):
-            return {**common, "supported": False}
+        if architecture not in _KNOWN:
+            return facts
         heads = _empty(checkpoint, _prefix_config(checkpoint, None))
-        facts = {
-            **common,
+        facts |= {
             "heads": len(heads),
-            "layers": len([n for n in checkpoint.shapes if (m := _BLOCK.fullmatch(n)) and m[1] == "0"]),
+            "layers of a head": heads.layers,
             "grounded": heads.grounded,
-            "hidden_size": heads.hidden_size,
-            "vocab_size": heads.vocab_size,
+            "target's hidden size": heads.hidden_size,
+            "target's vocabulary": heads.vocab_size,
+            "target's states it reads": "the last, after the norm" if layer == -1 else f"{layer} of all",
+            "taken from the target": ["embed_tokens"] if heads.grounded else [],
         }
         said = checkpoint.config.get("hydra_num_heads")
         if said is not None and said != len(heads):
-            facts["heads_by_config"] = said
+            facts["heads by the config"] = said
         return facts
 
     def load(self, checkpoint: Checkpoint, target: PreTrainedModel | None, **options: Any) -> HydraDrafter:
         architecture = _architecture(checkpoint)
-        if architecture not in ("mlp", "prefix-mlp"):
+        if architecture not in _KNOWN:
             raise DrafterError(
                 f"{checkpoint.source} holds a Hydra head of the architecture {architecture!r}, which is not supported; "
                 "'mlp' and 'prefix-mlp' are."
@@ -81,6 +83,7 @@ class HydraFormat(Format):
         fill(heads, checkpoint.load(n for n in checkpoint.shapes if n not in _NOT_READ), checkpoint.source)
         if target is not None:
             place_beside(heads, target)
+        heads.requires_grad_(False)
         return drafter
 
 

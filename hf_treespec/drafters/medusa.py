@@ -143,20 +143,20 @@ class MedusaFormat(Format):
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
         heads, _, names = self._empty(checkpoint)
+        whole = len(names) < len(checkpoint.shapes)
         facts = {
+            "layout": "Medusa-2" if whole else "Medusa-1",
+            "target": "in the same checkpoint" if whole else checkpoint.config.get("base_model_name_or_path"),
             "heads": len(heads),
-            "layers": heads.layers,
-            "hidden_size": heads.hidden_size,
-            "vocab_size": heads.vocab_size,
-            "output_layer": "the target's" if heads.vocab_size is None else "one for each head",
-            "hidden_layers": list(MedusaDrafter.hidden_layers),
-            "base_model": checkpoint.config.get("base_model_name_or_path"),
+            "layers of a head": heads.layers,
+            "target's hidden size": heads.hidden_size,
+            "target's vocabulary": heads.vocab_size,
+            "target's states it reads": "the last, after the norm",
+            "taken from the target": ["lm_head"] if heads.vocab_size is None else [],
         }
-        if len(names) < len(checkpoint.shapes):
-            facts["contains_target"] = True
         said = checkpoint.config.get("medusa_num_heads")
         if said is not None and said != len(heads):
-            facts["heads_by_config"] = said
+            facts["heads by the config"] = said
         return facts
 
     def load(self, checkpoint: Checkpoint, target: PreTrainedModel | None, **options: Any) -> MedusaDrafter:
@@ -167,6 +167,7 @@ class MedusaFormat(Format):
         fill(named, checkpoint.load(names), checkpoint.source)
         if target is not None:
             place_beside(heads, target)
+        heads.requires_grad_(False)
         return drafter
 
     def _empty(self, checkpoint: Checkpoint) -> tuple[MedusaHeads, torch.nn.Module, list[str]]:
