@@ -151,6 +151,12 @@ def _prefix_config(checkpoint: Checkpoint, target: PreTrainedModel | None) -> Ll
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     else:
         head_dim = 2
+    for name, rows in (("q_proj", queries[0]), ("k_proj", keys[0])):
+        if rows % head_dim or queries[1] % max(1, rows // head_dim):
+            raise CheckpointError(
+                f"{checkpoint.source}: {_LAYER}self_attn.{name}.weight has {rows} rows, which are no attention heads of "
+                f"{head_dim} for a layer of {queries[1]}."
+            )
     return LlamaConfig(
         vocab_size=1,
         hidden_size=queries[1],
