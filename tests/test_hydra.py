@@ -345,7 +345,7 @@ def test_inspect_says_what_it_found(tmp_path: Path) -> None:
 
 def test_the_state_that_is_read_is_told(tmp_path: Path) -> None:
     facts = hf_treespec.inspect_checkpoint(write(tmp_path, "mlp_offset")[0]).facts
-    assert facts["layout"] == "mlp" and facts["target's states it reads"] == "-2 of all"
+    assert facts["layout"] == "mlp" and facts["target's states it reads"] == "the one that is 1 before the last"
 
 
 @pytest.mark.parametrize("architecture", ["eagle-attn", "cross-attn"])

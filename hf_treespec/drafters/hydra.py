@@ -16,7 +16,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaModel
+from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedModel
 
 from .. import _compat
 from ..errors import DrafterError
@@ -104,7 +104,7 @@ class HydraDrafter(HeadDrafter):
         min_gain: the next head runs only while these nodes hold this many expected tokens (the sum of their path
             scores). By default the budget says, from what a head costs here.
         tree: a fixed shape instead, as for `medusa`.
-        hidden_layers: the target's state that the heads read (one index), where it is not the last.
+        state: index into the target's `hidden_states` of the state that the heads read.
 
     Raises:
         DrafterError: no heads, or options out of their range.
@@ -116,24 +116,24 @@ class HydraDrafter(HeadDrafter):
         wave: int = 8,
         min_gain: float | None = None,
         tree: Any = None,
-        hidden_layers: tuple[int] = (-1,),
+        state: int = -1,
     ) -> None:
         if heads is None:
             raise DrafterError(
                 "drafter 'hydra' needs trained heads: load them with hf_treespec.load_drafter(path, target=model)."
             )
         check_growth(wave, min_gain)
-        self.heads, self.wave, self.min_gain, self.hidden_layers = heads.eval(), wave, min_gain, hidden_layers
+        self.heads, self.wave, self.min_gain, self.hidden_layers = heads.eval(), wave, min_gain, (state,)
         self.tree = None if tree is None else FixedTree(tree, len(heads))
 
+    def check(self, what: str, target: PreTrainedModel) -> None:
+        """Raises `DrafterError` unless `what`, these heads, fit the target."""
+        (state,) = self.hidden_layers
+        sizes = {"hidden_size": self.heads.hidden_size, "vocab_size": self.heads.vocab_size}
+        check_target(what, target, **sizes, layers=max(state, -state - 1))
+
     def start(self, prompt: Prompt) -> None:
-        check_target(
-            "this Hydra head",
-            prompt.target,
-            hidden_size=self.heads.hidden_size,
-            vocab_size=self.heads.vocab_size,
-            layers=max(self.hidden_layers[0], -self.hidden_layers[0] - 1),
-        )
+        self.check("this Hydra head", prompt.target)
         self._device = place_beside(self.heads, prompt.target)
         self._embed = prompt.target.get_input_embeddings()
         self._embed_device = device_of(self._embed, prompt.target)

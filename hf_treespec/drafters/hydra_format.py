@@ -15,7 +15,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from .. import _compat
 from ..errors import CheckpointError, DrafterError
 from .checkpoint import Checkpoint, Format, compare, fill, register_format
-from .head import check_target, place_beside
+from .head import place_beside
 from .hydra import HydraDrafter, HydraHeads
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.linear\.weight")
@@ -40,7 +40,7 @@ class HydraFormat(Format):
         return "hydra_head_arch" in checkpoint.config or any(n.startswith(named) for n in checkpoint.shapes)
 
     def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
-        architecture, layer = _architecture(checkpoint), _hidden_layers(checkpoint)[0]
+        architecture, state = _architecture(checkpoint), _state(checkpoint)
         facts: dict[str, Any] = {
             "layout": architecture if architecture in _KNOWN else f"{architecture}, which is not supported",
             "target": checkpoint.config.get("base_model_name_or_path"),
@@ -54,7 +54,9 @@ class HydraFormat(Format):
             "grounded": heads.grounded,
             "target's hidden size": heads.hidden_size,
             "target's vocabulary": heads.vocab_size,
-            "target's states it reads": "the last, after the norm" if layer == -1 else f"{layer} of all",
+            "target's states it reads": "the last, after the norm"
+            if state == -1
+            else f"the one that is {-state - 1} before the last",
             "taken from the target": ["embed_tokens"] if heads.grounded else [],
         }
         said = checkpoint.config.get("hydra_num_heads")
@@ -74,12 +76,12 @@ class HydraFormat(Format):
                 f"{checkpoint.source} holds a layer that is built like one of its target's, and does not say how: pass "
                 "load_drafter(..., target=model)."
             )
-        if target is not None:
-            heads = _empty(checkpoint, _prefix_config(checkpoint, None))  # complete in itself?
-            what = f"the Hydra head of {checkpoint.source}"
-            check_target(what, target, hidden_size=heads.hidden_size, vocab_size=heads.vocab_size)
+        state = _state(checkpoint)
+        if target is not None:  # told before a layer is built from the sizes of a target that is another
+            heads = _empty(checkpoint, _prefix_config(checkpoint, None))
+            HydraDrafter(heads, state=state).check(f"the Hydra head of {checkpoint.source}", target)
         heads = _empty(checkpoint, _prefix_config(checkpoint, target))
-        drafter = HydraDrafter(heads, hidden_layers=_hidden_layers(checkpoint), **options)
+        drafter = HydraDrafter(heads, state=state, **options)
         fill(heads, checkpoint.load(n for n in checkpoint.shapes if n not in _NOT_READ), checkpoint.source)
         if target is not None:
             place_beside(heads, target)
@@ -95,14 +97,14 @@ def _architecture(checkpoint: Checkpoint) -> str:
     return str(checkpoint.config.get("hydra_head_arch"))
 
 
-def _hidden_layers(checkpoint: Checkpoint) -> tuple[int]:
-    """Which of the target's states the heads read: the config counts from the last one backwards."""
+def _state(checkpoint: Checkpoint) -> int:
+    """Index of the target's state that the heads read: the config counts from the last one backwards."""
     offset = checkpoint.config.get("hidden_state_offset", 0)
     if isinstance(offset, bool) or not isinstance(offset, int) or offset < 0:
         raise CheckpointError(
             f"config.json of {checkpoint.source} has hidden_state_offset={offset!r}, which is no whole number from 0."
         )
-    return (-offset - 1,)
+    return -offset - 1
 
 
 def _empty(checkpoint: Checkpoint, prefix: LlamaConfig | None) -> HydraHeads:
