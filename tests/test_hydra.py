@@ -15,7 +15,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 import hf_treespec
-from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, HydraDrafter, TokenTree
+from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, HydraDrafter, TokenTree, _compat
 from hf_treespec.drafters.hydra import HydraHeads
 
 H, HEADS, KV, SIZE, INNER = 32, 4, 2, 8, 40
@@ -296,6 +296,12 @@ def test_the_text_is_plain_decodings_with_a_prefix_layer(layout: str, llama: Pre
     text = llama.generate(inputs_embeds=embeds, max_new_tokens=10, do_sample=False)
     spec = {"drafter": drafter, "fallback": False}
     assert torch.equal(text, llama.generate(inputs_embeds=embeds, max_new_tokens=10, do_sample=False, tree_spec=spec))
+    first = llama.generate(prompt(9), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    key, turn = _compat.cache_key(llama), torch.cat([first.sequences, prompt(4, seed=2)], 1)
+    text = llama.generate(turn, max_new_tokens=10, do_sample=False)
+    for given in ({key: first[key]}, {"prefill_chunk_size": 4}):  # what came before is not known to the layer
+        out = llama.generate(turn, max_new_tokens=10, do_sample=False, tree_spec=spec, **given)
+        assert torch.equal(text, out)
 
 
 def test_rounds_without_a_draft_are_read_too(llama: PreTrainedModel, tmp_path: Path) -> None:

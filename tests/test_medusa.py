@@ -16,7 +16,7 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 import hf_treespec
-from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, MedusaDrafter, TokenTree
+from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, MedusaDrafter, TokenTree, _compat
 from hf_treespec.drafters.medusa import MedusaHeads
 
 H = 32
@@ -260,15 +260,30 @@ def test_good_heads_save_rounds_and_the_text_is_plain_decodings(knowing: MedusaD
         hf_treespec.check_drafter(drafter, llama, prompts=[prompt(9)])
 
 
-def test_a_prompt_of_embeddings_and_a_later_turn_can_be_drafted_for(
-    knowing: MedusaDrafter, llama: PreTrainedModel
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_prompt_of_embeddings_can_be_drafted_for(
+    masked: bool, knowing: MedusaDrafter, llama: PreTrainedModel
 ) -> None:
     given: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True}
-    spec = {"drafter": knowing, "fallback": False}
-    embeds = llama.get_input_embeddings()(prompt(9)).detach()
-    text = llama.generate(inputs_embeds=embeds, **given).sequences
-    out = llama.generate(inputs_embeds=embeds, tree_spec=spec, **given)
+    given["inputs_embeds"] = llama.get_input_embeddings()(prompt(9)).detach()
+    if masked:
+        given["attention_mask"] = torch.ones(1, 9, dtype=torch.long)
+    text = llama.generate(**given).sequences
+    out = llama.generate(tree_spec={"drafter": knowing, "fallback": False}, **given)
     assert torch.equal(out.sequences, text) and out.tree_spec.tokens_per_round > 2
+
+
+def test_a_second_turn_and_a_chunked_prompt_can_be_drafted_for(llama: PreTrainedModel, tmp_path: Path) -> None:
+    folder, tensors = write(tmp_path, "medusa1")
+    text = plain(llama, prompt(9), 20)
+    first = llama.generate(prompt(9), max_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+    key = _compat.cache_key(llama)
+    for given in ({key: first[key]}, {"prefill_chunk_size": 4}):
+        drafter = Checked(hf_treespec.load_drafter(folder, target=llama), tensors, llama, text)
+        spec = {"drafter": drafter, "fallback": False}
+        ids = torch.tensor([text[:15]])
+        out = llama.generate(ids, max_new_tokens=14, do_sample=False, tree_spec=spec, **given)
+        assert out[0].tolist() == text and len(drafter.trees) >= 4
 
 
 # -------------------------------------------------------------------- fixed trees

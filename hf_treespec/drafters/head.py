@@ -66,8 +66,9 @@ def prompt_pairs(prompt: Prompt, layers: Sequence[int]) -> Pairs:
     states, tokens = states[len(states) - known :][:-1], prompt.ids[0, prompt.ids.shape[1] - known :][1:]
     length = prompt.ids.shape[1]
     if prompt.attention_mask is not None:
-        length = int(prompt.attention_mask[0].sum())
-        real = prompt.attention_mask[0, -known:][:-1].to(states.device) != 0
+        mask = prompt.attention_mask[0]
+        length = int(mask.sum())
+        real = mask[len(mask) - known :][:-1].to(states.device) != 0  # embeddings only: nothing is known
         states, tokens = states[real], tokens[real.to(tokens.device)]
     return Pairs(states, tokens.tolist(), max(0, length - 1 - len(states)))
 
