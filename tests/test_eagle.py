@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, build, prompt, target
+from conftest import VOCAB, build, plain, prompt, target
 from safetensors.torch import save_file
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
@@ -267,10 +267,6 @@ class Checked(EagleDrafter):
         return tree.merge(TokenTree.chain(ids[-1], ahead))
 
 
-def plain(target: PreTrainedModel, ids: torch.Tensor, count: int) -> list[int]:
-    return target.generate(ids, max_new_tokens=count, do_sample=False)[0].tolist()
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("padded", [False, True])
 def test_drafts_are_the_slow_heads(layout: str, padded: bool, deep: PreTrainedModel, tmp_path: Path) -> None:
@@ -496,6 +492,14 @@ def test_one_head_serves_one_dtype(tmp_path: Path, llama: PreTrainedModel) -> No
         copy.deepcopy(llama).to(torch.bfloat16).generate(prompt(5), max_new_tokens=4, tree_spec=drafter)
 
 
+def test_half_precision_leaves_rotary_frequencies_alone(tmp_path: Path, deep: PreTrainedModel) -> None:
+    half = copy.deepcopy(deep).to(torch.bfloat16)
+    drafter = hf_treespec.load_drafter(write(tmp_path, "specforge")[0], target=half)
+    assert isinstance(drafter, EagleDrafter)
+    assert drafter.head.dtype == torch.bfloat16 and drafter.head.rotary_emb.inv_freq.dtype == torch.float32
+    assert half.generate(prompt(9), max_new_tokens=6, do_sample=False, tree_spec=drafter).shape == (1, 15)
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     folder = tmp_path / "head"
     with pytest.raises(CheckpointError, match="there is no folder"):
@@ -522,6 +526,22 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         hf_treespec.load_drafter(folder / "model.safetensors.index.json")
     with pytest.raises(CheckpointError, match="has no revision"):
         hf_treespec.load_drafter(folder, revision="main")
+
+
+def test_heads_from_the_hub(tmp_path: Path, deep: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = write(tmp_path, "specforge")[0], []
+
+    def snapshot_download(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((repository, revision, "*.py" in allow_patterns))
+        if repository == "someone/gone":
+            raise OSError("404")
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert isinstance(hf_treespec.load_drafter("someone/head", target=deep, revision="v2"), EagleDrafter)
+    assert asked == [("someone/head", "v2", False)]
+    with pytest.raises(CheckpointError, match=r"'someone/gone' is neither a folder nor .* revision 'v9'"):
+        hf_treespec.load_drafter("someone/gone", target=deep, revision="v9")
 
 
 def test_a_broken_vocabulary_is_refused(tmp_path: Path, deep: PreTrainedModel) -> None:

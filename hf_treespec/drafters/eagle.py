@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from .base import Budget, DraftContext, Drafter, Prompt, register_drafter
 from .checkpoint import Checkpoint, Format, compare, register_format
 from .eagle_head import EagleHead, EagleSpec, own_names, read_spec
 from .growth import Growth, Slots, check_growth, draft_warpers, log_q
-from .head import HeadDrafter, Pairs, check_target
+from .head import HeadDrafter, Pairs, check_target, place_beside
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,6 @@ class EagleDrafter(HeadDrafter):
             )
         check_growth(wave, min_gain)
         self.head, self.wave, self.min_gain = head, wave, min_gain
-        self._placing = threading.Lock()
         spec = head.spec
         self.taps = _default_taps(spec, target) if taps is None else tuple(taps)
         self._other = spec.other_taps if taps is None else None
@@ -100,18 +98,7 @@ class EagleDrafter(HeadDrafter):
         if not hasattr(self.head, "embed_tokens") and spec.hidden_size != spec.target_hidden_size:
             raise DrafterError(f"the head {spec.source} has no embed_tokens, and its width {spec.hidden_size} is not "
                                f"the target's {spec.target_hidden_size}.")  # fmt: skip
-        output = target.get_output_embeddings()
-        device = next((t.device for t in (*output.parameters(), *output.buffers())), target.device)
-        with self._placing:
-            before = self.head.placed
-            if before is None:
-                self.head.to(device=device, dtype=target.dtype)
-                self.head.placed = (device, target.dtype)
-            elif before != (device, target.dtype):
-                raise DrafterError(
-                    f"the head {spec.source} serves a target on {before[0]} in {before[1]}; load it once more for one on "
-                    f"{device} in {target.dtype}."
-                )
+        place_beside(self.head, target)
 
     def start(self, prompt: Prompt) -> None:
         self.place(prompt.target)

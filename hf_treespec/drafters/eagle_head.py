@@ -33,6 +33,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedMode
 from .. import attention
 from ..errors import CheckpointError
 from .checkpoint import Checkpoint, fill
+from .head import output_layer
 
 # Left over from training: no part of the head, or no use in drafting.
 _DROPPED = re.compile(r"(^|\.)(t2d|verifier_.*|.*rotary_emb\.inv_freq)$")
@@ -162,11 +163,9 @@ class EagleHead(nn.Module):
     Attributes:
         spec: what it is.
         vocabulary: (Vq,) int64, the target's ids of its tokens; None where they are the target's own.
-        placed: device and dtype of the target that it serves, once there is one.
     """
 
     vocabulary: torch.Tensor | None
-    placed: tuple[torch.device, torch.dtype] | None = None
 
     def __init__(self, spec: EagleSpec) -> None:
         super().__init__()
@@ -291,7 +290,7 @@ class EagleHead(nn.Module):
         """(n, Vq) from (n, h): by its own lm_head or the target's, whichever module that is (packed, quantised)."""
         if hasattr(self, "lm_head"):
             return self.lm_head(out)  # type: ignore[no-any-return]
-        scores = target.get_output_embeddings()(out.to(target.dtype))
+        scores = output_layer(target)(out.to(target.dtype))
         return scores if self.vocabulary is None else scores[:, self.vocabulary]  # type: ignore[no-any-return]
 
 
