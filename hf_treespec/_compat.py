@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers import cache_utils as _cache_utils
+from transformers import modeling_layers as _modeling_layers
 from transformers.generation import GenerateDecoderOnlyOutput
 from transformers.generation import utils as _generation_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
@@ -95,6 +96,19 @@ def default_positions(model: PreTrainedModel, mask: torch.Tensor | None, cached:
 def prompt_only_arguments() -> tuple[str, ...]:
     """Arguments that `generate` drops after the prompt's forward (images and the like)."""
     return tuple(getattr(_generation_utils, "MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL", ()))
+
+
+def mtp_class() -> Any:
+    """transformers' `MtpModel`, or None (before 5.14)."""
+    return getattr(_modeling_layers, "MtpModel", None)
+
+
+def mtp_position_embeddings(mtp: Any, layer: int, embeds: torch.Tensor, positions: torch.Tensor) -> Any:
+    """What an MTP layer gets as `position_embeddings`; layers of one model may differ in it since 5.2x."""
+    if mtp.rotary_emb is None:
+        return None
+    kind = {"layer_type": mtp.config.layer_types[layer]} if getattr(mtp, "has_per_layer_rope", False) else {}
+    return mtp.rotary_emb(embeds, position_ids=positions, **kind)
 
 
 def register_attention(name: str, function: Any) -> None:

@@ -61,7 +61,7 @@ def _refusals(config: Any) -> list[tuple[bool, str, str]]:
             show("prompt_lookup_num_tokens"),
             "tree_spec='ngram' does this as a tree. Unset it,",
         ),
-        (given("use_mtp"), show("use_mtp"), other),
+        (given("use_mtp"), show("use_mtp"), "tree_spec='mtp' drafts with the same layers, as a tree. Unset it,"),
         (given("assistant_early_exit"), show("assistant_early_exit"), other),
         (given("speculation_type"), show("speculation_type"), other),
         (

@@ -85,6 +85,7 @@ class Verifier:
             them (multi-axis rotary positions).
         padding: (B, P) with 0 where a cached slot must not be seen, or None.
         arguments: what every forward gets besides.
+        layer: only this layer's mask is asked for: the model's layers run one by one, each on a cache of its own.
 
     Attributes:
         rows_are_plain: no layer has a window or chunks: a node sees its ancestors and the whole prefix.
@@ -97,6 +98,7 @@ class Verifier:
         last_position: torch.Tensor,
         padding: torch.Tensor | None = None,
         arguments: ForwardArguments | None = None,
+        layer: int | None = None,
     ) -> None:
         self.model = model
         self.cache = cache
@@ -107,7 +109,7 @@ class Verifier:
         self._start = cache.lengths.copy()
         self._padding = None if padding is None or bool((padding != 0).all()) else padding.to(self.device) == 0
         config = _compat.text_config(model)
-        self._kinds = _kinds(config)
+        self._kinds = _kinds(config, layer)
         self.rows_are_plain = all(k.window is None and k.chunk is None for k in self._kinds.values())
         folded = attention.implementation(model) == attention.NAME
         heads = getattr(config, "num_attention_heads", 1)
@@ -195,14 +197,14 @@ def _in_reach(kind: _Kind, query: Any, key: Any) -> Any:
     return key == key
 
 
-def _kinds(config: Any) -> dict[str, _Kind]:
-    """The masks that a model wants, by the names of `config.layer_types`."""
+def _kinds(config: Any, only: int | None = None) -> dict[str, _Kind]:
+    """The masks that a model wants, by the names of `config.layer_types`; or the mask of one layer."""
     types = getattr(config, "layer_types", None)
     window, chunk = getattr(config, "sliding_window", None), getattr(config, "attention_chunk_size", None)
     if types is None:
         types = ["sliding_attention" if window is not None else "chunked_attention" if chunk else "full_attention"]
     kinds: dict[str, _Kind] = {}
-    for layer, name in enumerate(types):
+    for layer, name in enumerate(types) if only is None else [(only, types[min(only, len(types) - 1)])]:
         if name not in _NO_KEYS and name not in kinds:
             kinds[name] = _Kind(
                 window=window if "sliding" in name else None, chunk=chunk if "chunked" in name else None, layer=layer

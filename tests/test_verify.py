@@ -161,6 +161,21 @@ def test_the_mask_is_the_one_that_is_drawn(llama: PreTrainedModel) -> None:
 # -------------------------------------------------------------------- a test must be able to fail
 
 
+def test_one_layers_mask_is_that_of_its_kind() -> None:
+    """For models whose layers run one by one, each on a cache of its own that may have dropped other old keys."""
+    model = target("gemma3")  # a sliding layer, then a full one
+    whole = prefilled(model, prompt(20))
+    tree = random_tree(3, 6, 0)
+    masks = whole.mask(tree)
+    last = torch.full((1, 1), 18)
+    for layer, kind in enumerate(("sliding_attention", "full_attention")):
+        single = Verifier(model, whole.cache, last, layer=layer)
+        assert torch.equal(single.mask(tree), masks[kind])
+        assert single.rows_are_plain == (kind == "full_attention")
+    whole.cache.layers[1].offset = 2  # as if only the other layer had dropped keys
+    assert single.mask(tree).shape[-1] == masks["full_attention"].shape[-1] - 2
+
+
 def _everything_visible(self: TokenTree) -> np.ndarray:
     return np.tril(np.ones((self.rows, len(self), len(self)), dtype=bool))
 

@@ -9,6 +9,7 @@ from .early_exit import EarlyExitDrafter
 from .hydra import HydraDrafter
 from .medusa import MedusaDrafter
 from .model import ModelDrafter
+from .mtp import MtpDrafter
 from .ngram import NgramDrafter
 from .recycling import RecyclingDrafter
 from .union import UnionDrafter
@@ -24,6 +25,7 @@ __all__ = [
     "HydraDrafter",
     "MedusaDrafter",
     "ModelDrafter",
+    "MtpDrafter",
     "NgramDrafter",
     "Prompt",
     "RecyclingDrafter",

@@ -1,0 +1,181 @@
+"""Tiny random targets with the heads that transformers ships for them: MTP layers, DFlash drafters, Gemma-4 assistants."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from conftest import LLAMA, VOCAB, WINDOWS, prompt
+from transformers import LogitsProcessorList, PreTrainedModel
+
+from hf_treespec import Budget, Commit, DraftContext, Drafter, MtpDrafter, Prompt, TokenTree, _compat
+from hf_treespec.accept import NoiseWindow
+from hf_treespec.verify import Verified
+
+MOE = {**LLAMA, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+DENSE_FIRST = {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MTP = {
+    # three layers in a row; latent attention; one layer with a window of 8
+    "glm4_moe": ("Glm4Moe", {**MOE, **DENSE_FIRST, "num_mtp_layers": 3}),
+    "deepseek_v3": (
+        "DeepseekV3",
+        {
+            **{k: v for k, v in MOE.items() if k != "head_dim"},
+            **DENSE_FIRST,
+            **LATENT,
+            "num_key_value_heads": 4,
+            "num_mtp_layers": 2,
+        },
+    ),
+    "mellum": ("Mellum", {**MOE, **WINDOWS, "num_experts": 4, "num_mtp_layers": 1}),
+}
+
+
+def _made(kind: str, options: dict[str, Any], head: str = "ForCausalLM", seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**options)
+    model = getattr(transformers, kind + head)(config).eval()
+    model.requires_grad_(False)
+    return model
+
+
+def _generates(model: Any) -> Any:
+    model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@functools.cache
+def with_mtp(family: str) -> tuple[PreTrainedModel, Any]:
+    """A target and its MTP layers, which are random too but for what they share with it."""
+    kind, options = MTP[family]
+    if "num_mtp_layers" not in inspect.signature(getattr(transformers, f"{kind}Config")).parameters:
+        pytest.skip(f"this transformers has no MTP layers for {kind}")
+    target = _generates(_made(kind, options))
+    torch.manual_seed(1)
+    mtp = _compat.mtp_class()(target, options["num_mtp_layers"]).eval()
+    mtp.requires_grad_(False)
+    for name, tensor in [*mtp.layers.named_parameters(), *mtp.layers.named_buffers()]:
+        if "norm" not in name:  # the class initialises no experts, since it is only ever loaded
+            tensor.normal_(0.0, 0.5)
+    return target, mtp
+
+
+def _mtp() -> tuple[Drafter, PreTrainedModel]:
+    if _compat.mtp_class() is None:
+        pytest.skip("this transformers has no MtpModel (since 5.14)")
+    target, mtp = with_mtp("glm4_moe")
+    return MtpDrafter(mtp, min_gain=0.0), target
+
+
+# by registered name, a drafter and a target that it fits; for those that fit no plain one
+FITTING: dict[str, Callable[[], tuple[Drafter, PreTrainedModel]]] = {"mtp": _mtp}
+
+
+# -------------------------------------------------------------------- a call, step by step
+
+
+def states_of(target: PreTrainedModel, ids: list[int]) -> tuple[torch.Tensor, ...]:
+    """All hidden states of an uncached forward, (1, t, h) each."""
+    with torch.no_grad():
+        out = target(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    return out.hidden_states
+
+
+def begun(
+    drafter: Drafter, target: PreTrainedModel, ids: list[int], do_sample: bool = False, extra: Any = None
+) -> Drafter:
+    """`drafter` at the start of a call: the prompt is `ids` without the last token, which is the first new one.
+
+    Args:
+        extra: fields of `Prompt` besides.
+    """
+    fresh = drafter.for_call()
+    tree = TokenTree.root_only(ids[-2])
+    verified = Verified(tree, torch.zeros(1, 1, VOCAB), states_of(target, ids[:-1]))
+    prompt = Prompt(
+        target, torch.tensor([ids[:-1]]), None, do_sample, LogitsProcessorList(), None, 64, verified, **(extra or {})
+    )
+    fresh.start(prompt)
+    fresh.observe(Commit([[ids[-1]]], [[0]], [ids[-1]], verified))
+    return fresh
+
+
+def draft(drafter: Drafter, ids: list[int], budget: Budget, noise: Any = None) -> TokenTree:
+    tree = drafter.draft(DraftContext(torch.tensor([ids]), [ids[-1]], noise, 100), budget)
+    tree.check(VOCAB)
+    return tree
+
+
+def committed(target: PreTrainedModel, ids: list[int], tree: TokenTree, path: list[int], bonus: int) -> Commit:
+    """The round that accepts `path` (nodes, the root first). States of other nodes are noise: nobody may read them."""
+    tokens = tree.tokens[0, path[1:]].tolist()
+    states = states_of(target, ids + tokens)
+    seen = []
+    for layer in states:
+        nodes = torch.randn(1, len(tree), layer.shape[-1])
+        nodes[0, path] = layer[0, len(ids) - 1 :]
+        seen.append(nodes)
+    return Commit([[*tokens, bonus]], [path], [bonus], Verified(tree, torch.zeros(1, len(tree), VOCAB), tuple(seen)))
+
+
+def scored(tree: TokenTree) -> dict[tuple[int, ...], float]:
+    """The tree as paths of tokens with their scores."""
+    return {tuple(tree.tokens[0, tree.path(n)[1:]].tolist()): float(tree.scores[0, n]) for n in range(1, len(tree))}
+
+
+def assert_same(tree: TokenTree, expected: TokenTree) -> None:
+    ours, theirs = scored(tree), scored(expected)
+    assert ours.keys() == theirs.keys()
+    for path, score in theirs.items():
+        assert ours[path] == pytest.approx(score, abs=1e-4), path
+
+
+def assert_scores(tree: TokenTree, chances: Callable[[list[int]], torch.Tensor]) -> None:
+    """Every node's score is the product of `chances(path before it)`, (V,) each, and a node's children are its best."""
+    for node in range(len(tree)):
+        path = tree.tokens[0, tree.path(node)[1:]].tolist()
+        score = 1.0
+        for i, token in enumerate(path):
+            score *= float(chances(path[:i])[token])
+        assert tree.scores[0, node] == pytest.approx(score, abs=1e-4), path
+        children = tree.tokens[0, tree.parents[0] == node].tolist()
+        if children:
+            assert set(children) == set(chances(path).topk(len(children)).indices.tolist())
+    assert len(tree) > 3 and tree.sibling_ranks.max() > 0  # or nothing was compared
+
+
+def rounds(
+    template: Drafter, target: PreTrainedModel, accept: Any, do_sample: bool, budget: Budget, **begin: Any
+) -> list[int]:
+    """Four rounds that accept `accept` tokens of some path; after each the draft must be that of a fresh drafter.
+
+    In the third nothing is drafted, as where a budget is spent.
+
+    Returns:
+        How many tokens were accepted in each.
+    """
+    noise = NoiseWindow((1, VOCAB), torch.device("cpu")) if do_sample else None
+    ids = torch.cat([prompt(9), prompt(6)], 1)[0].tolist()
+    kept = begun(template, target, ids, do_sample, **begin)
+    accepted = []
+    for number in range(5):
+        if number == 2:
+            tree = TokenTree.root_only(ids[-1])
+        else:
+            tree = draft(kept, ids, budget, noise)
+            assert_same(tree, draft(begun(template, target, ids, do_sample, **begin), ids, budget, noise))
+        deep = [n for n in range(len(tree)) if tree.depths[0, n] == tree.depths.max()]
+        leaf = deep[(3 * number) % len(deep)]
+        path = tree.path(leaf)[: None if accept == "all" else accept + 1]
+        bonus = 2 + (7 * number + len(ids)) % 50
+        kept.observe(committed(target, ids, tree, path, bonus))
+        ids = [*ids, *tree.tokens[0, path[1:]].tolist(), bonus]
+        accepted.append(len(path) - 1)
+    return accepted
