@@ -10,6 +10,7 @@ import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import DynamicCache, PreTrainedModel
 from transformers import cache_utils as _cache_utils
 from transformers import modeling_layers as _modeling_layers
@@ -103,8 +104,23 @@ def mtp_class() -> Any:
     return getattr(_modeling_layers, "MtpModel", None)
 
 
+def dflash_cache() -> Any:
+    """transformers' `DFlashCache`, or None (before 5.15)."""
+    return getattr(_cache_utils, "DFlashCache", None)
+
+
+def is_dflash(model: Any) -> bool:
+    """Whether a model (or its class) drafts blocks as transformers' DFlash drafters do."""
+    return {"noise_embeds", "context_hidden_states"} <= set(inspect.signature(model.forward).parameters)
+
+
+def architecture(config: dict[str, Any]) -> Any:
+    """The class of transformers that a checkpoint's config names, or None."""
+    return getattr(transformers, str((config.get("architectures") or [None])[0]), None)
+
+
 def mtp_position_embeddings(mtp: Any, layer: int, embeds: torch.Tensor, positions: torch.Tensor) -> Any:
-    """What an MTP layer gets as `position_embeddings`; layers of one model may differ in it since 5.2x."""
+    """What an MTP layer gets as `position_embeddings`; in later releases the layers of a model may differ in it."""
     if mtp.rotary_emb is None:
         return None
     kind = {"layer_type": mtp.config.layer_types[layer]} if getattr(mtp, "has_per_layer_rope", False) else {}

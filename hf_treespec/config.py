@@ -32,7 +32,7 @@ class TreeSpecConfig:
 
     drafter: str | Drafter = _knob(
         "auto",
-        "Who drafts: a registered name, or a `Drafter`. 'auto' is 'model' where `assistant_model` is given, else 'union'.",
+        "Who drafts: a registered name, or a `Drafter`. 'auto' is what fits an `assistant_model`, else 'union'.",
     )
     drafter_options: Mapping[str, Any] = _knob({}, "Keyword arguments for the constructor of a drafter given by name.")
     # 32: up to here a GPU's forward costs hardly more than one row; on a CPU fewer pay, which `fallback` finds out.

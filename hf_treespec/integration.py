@@ -14,6 +14,7 @@ assistant models and stop strings, and works through PEFT, pipelines and pickles
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from transformers.generation.utils import GENERATION_MODES_MAPPING
 from . import support
 from .config import TreeSpecConfig
 from .decoding import Call, Decoding
-from .drafters.base import Drafter, make_drafter
+from .drafters.base import Drafter, drafter_class, drafter_for, make_drafter
 from .errors import OptionError, UnsupportedArgumentError
 
 MODE = "tree_spec"
@@ -116,14 +117,17 @@ def resolve(value: Any, assistant_model: PreTrainedModel | None = None) -> tuple
     config = TreeSpecConfig.from_value(value.value if stream else value)
     drafter = config.drafter
     if isinstance(drafter, str):
-        name = drafter if drafter != "auto" else "union" if assistant_model is None else "model"
-        drafter = make_drafter(name, **config.drafter_options)
+        name = drafter_for(assistant_model) if drafter == "auto" else drafter
+        options = dict(config.drafter_options)
+        if assistant_model is not None and "model" in inspect.signature(drafter_class(name)).parameters:
+            options.setdefault("model", assistant_model)  # heads tell by it which states of the target they read
+        drafter = make_drafter(name, **options)
     elif config.drafter_options:
         raise OptionError("drafter_options are for a drafter given by name; configure the Drafter itself.")
     if assistant_model is not None and not drafter.uses_assistant_model:
         raise UnsupportedArgumentError(
             f"assistant_model= cannot be combined with tree_spec={drafter.name!r}, which does not use it. Drop it, or "
-            "use tree_spec='model'."
+            f"use tree_spec={drafter_for(assistant_model)!r}."
         )
     return config, drafter, stream
 

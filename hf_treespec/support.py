@@ -144,7 +144,10 @@ def check_assistant(target: Any, assistant_model: Any, tokenizer: Any = None, as
                 "assistant_model with the target's tokenizer, or tree_spec='ngram' without assistant_model."
             )
         return
-    sizes = [_compat.text_config(model).vocab_size for model in (target, assistant_model)]
+    configs = [_compat.text_config(model) for model in (target, assistant_model)]
+    if not all(hasattr(config, "vocab_size") for config in configs):  # a head without a vocabulary of its own
+        return
+    sizes = [config.vocab_size for config in configs]
     if abs(sizes[0] - sizes[1]) > MAX_PADDING:
         raise DrafterError(
             f"assistant_model has a vocabulary of {sizes[1]} tokens and the target of {sizes[0]}: their tokenizers "

@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 from conftest import LLAMA, VOCAB, WINDOWS, prompt
+from conftest import target as targets
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_treespec import Budget, Commit, DraftContext, Drafter, MtpDrafter, Prompt, TokenTree, _compat
+from hf_treespec import Budget, Commit, DFlashDrafter, DraftContext, Drafter, MtpDrafter, Prompt, TokenTree, _compat
 from hf_treespec.accept import NoiseWindow
 from hf_treespec.verify import Verified
 
@@ -67,6 +68,45 @@ def with_mtp(family: str) -> tuple[PreTrainedModel, Any]:
     return target, mtp
 
 
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "layer_types": ["full_attention"],
+}
+MUSE = {**LLAMA, **WINDOWS, "qk_scale_factor": 1.5}
+DFLASH = {
+    **{k: v for k, v in LLAMA.items() if k not in ("vocab_size", "initializer_range")},
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 5,
+    "block_size": 5,
+    "mask_token_id": 60,
+    "target_layer_ids": [1, 0],
+}
+
+
+@functools.cache
+def with_dflash(family: str) -> tuple[PreTrainedModel, Any]:
+    """A target and a random DFlash drafter: the family that ships one, or any that has the same sizes."""
+    if _compat.dflash_cache() is None:
+        pytest.skip("this transformers has no DFlash drafters (since 5.15)")
+    model = _made("MuseGlimmerAssistant", DFLASH, "Model", seed=1)
+    for name, tensor in model.named_parameters():
+        if "norm" not in name:
+            tensor.normal_(0.0, 0.5)
+    if family != "muse_glimmer":
+        return targets(family), model
+    torch.manual_seed(0)
+    config = transformers.MuseGlimmerConfig(text_config=MUSE, vision_config=VISION)
+    return _generates(transformers.MuseGlimmerForConditionalGeneration(config).eval().requires_grad_(False)), model
+
+
+def _dflash() -> tuple[Drafter, PreTrainedModel]:
+    target, model = with_dflash("llama")
+    return DFlashDrafter(model), target
+
+
 def _mtp() -> tuple[Drafter, PreTrainedModel]:
     if _compat.mtp_class() is None:
         pytest.skip("this transformers has no MtpModel (since 5.14)")
@@ -75,7 +115,7 @@ def _mtp() -> tuple[Drafter, PreTrainedModel]:
 
 
 # by registered name, a drafter and a target that it fits; for those that fit no plain one
-FITTING: dict[str, Callable[[], tuple[Drafter, PreTrainedModel]]] = {"mtp": _mtp}
+FITTING: dict[str, Callable[[], tuple[Drafter, PreTrainedModel]]] = {"dflash": _dflash, "mtp": _mtp}
 
 
 # -------------------------------------------------------------------- a call, step by step

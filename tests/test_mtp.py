@@ -25,7 +25,7 @@ def chances(target: PreTrainedModel, mtp: Any, ids: list[int], path: list[int]) 
     """(V,) what the MTP layers say after `path`: transformers' loop on an empty cache, with the path's tokens."""
     cache_class = pytest.importorskip("transformers.cache_utils").MtpCache
     if not hasattr(mtp, "forward_layer"):
-        pytest.skip("this transformers has no MtpModel.forward_layer (since 5.2x)")
+        pytest.skip("this transformers has no MtpModel.forward_layer")
     hidden = states_of(target, ids)[-1][:, :-1]
     tokens, positions = torch.tensor([ids[1:]]), torch.arange(1, len(ids))[None]
     last = len(mtp.layers) - 1

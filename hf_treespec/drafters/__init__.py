@@ -4,6 +4,7 @@ from . import hydra_format
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_names, make_drafter, register_drafter
 from .checkpoint import inspect_checkpoint, load_drafter
 from .datastore import DatastoreDrafter
+from .dflash import DFlashDrafter
 from .eagle import EagleDrafter
 from .early_exit import EarlyExitDrafter
 from .hydra import HydraDrafter
@@ -18,6 +19,7 @@ __all__ = [
     "Budget",
     "Commit",
     "DatastoreDrafter",
+    "DFlashDrafter",
     "DraftContext",
     "Drafter",
     "EagleDrafter",

@@ -136,6 +136,11 @@ class Drafter(abc.ABC):
     forwards: int = 0
     uses_assistant_model: ClassVar[bool] = False
 
+    @classmethod
+    def made_for(cls, assistant_model: PreTrainedModel) -> bool:
+        """Whether `auto` takes this drafter where the call's `assistant_model` is this one. Plain models go to `model`."""
+        return False
+
     @abc.abstractmethod
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         """Proposes a tree below the last committed token."""
@@ -196,6 +201,13 @@ def drafter_class(name: str) -> type[Drafter]:
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DrafterError(f"there is no drafter {name!r}; known are {', '.join(known)}.{hint}")
     return _registry[name]
+
+
+def drafter_for(assistant_model: PreTrainedModel | None) -> str:
+    """The name that `auto` stands for."""
+    if assistant_model is None:
+        return "union"
+    return next((name for name in drafter_names() if _registry[name].made_for(assistant_model)), "model")
 
 
 def make_drafter(name: str, **options: Any) -> Drafter:

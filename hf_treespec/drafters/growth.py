@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
-from ..accept import HISTORY_FREE
+from ..accept import HISTORY_FREE, NoiseWindow
 from ..errors import DrafterError
 from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt
@@ -76,6 +76,10 @@ class Growth:
         depths = [self.depths[n] for n in nodes]
         values, tokens = children(self.context, scores, depths, self.budget.max_children, self.vocabulary)
         for node, row_values, row_tokens in zip(nodes, values, tokens, strict=True):
+        scores = coupled(scores, [self.depths[n] for n in nodes], self.context.noise, self.vocabulary)
+        values, places = scores.topk(min(self.budget.max_children, scores.shape[1]), dim=-1)
+        tokens = places if self.vocabulary is None else self.vocabulary[places]
+        for node, row_values, row_tokens in zip(nodes, values.exp().tolist(), tokens.tolist(), strict=True):
             for value, token in zip(row_values, row_tokens, strict=True):
                 if value > 0:
                     self._add(node, token, min(1.0, value) * self.scores[node])
@@ -122,6 +126,15 @@ def children(
     values, places = scores.topk(min(count, scores.shape[1]), dim=-1)
     tokens = places if vocabulary is None else vocabulary[places]
     return values.exp().tolist(), tokens.tolist()
+def coupled(
+    scores: torch.Tensor, depths: Sequence[int], noise: NoiseWindow | None, vocabulary: torch.Tensor | None = None
+) -> torch.Tensor:
+    """log q of what follows nodes at `depths`, (n, Vq), shifted by the target's noise for their children."""
+    if noise is None:
+        return scores
+    draws = torch.cat([noise.peek(depth) for depth in depths]).to(scores.device)
+    draws = draws[:, : scores.shape[1]] if vocabulary is None else draws[:, vocabulary]
+    return torch.log_softmax(scores - draws.log(), dim=-1)
 
 
 class Slots:

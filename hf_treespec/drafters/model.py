@@ -21,7 +21,7 @@ from ..errors import DrafterError
 from ..support import check_assistant
 from ..tree import TokenTree
 from ..verify import Verifier
-from .base import Budget, Commit, DraftContext, Drafter, Prompt, register_drafter
+from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_for, register_drafter
 from .growth import Growth, Slots, check_growth, draft_warpers, log_q
 
 
@@ -47,6 +47,11 @@ class ModelDrafter(Drafter):
         if model is None:
             raise DrafterError("drafter 'model' needs a model: pass assistant_model=... or ModelDrafter(model).")
         check_assistant(prompt.target, model)
+        if drafter_for(model) != self.name:
+            raise DrafterError(
+                f"assistant_model={type(model).__name__} is not a causal LM of its own but a head: use tree_spec="
+                f"{drafter_for(model)!r}, or leave the drafter to tree_spec=True."
+            )
         if prompt.ids.shape[1] == 0:
             raise DrafterError(
                 f"drafter {self.name!r} cannot read a prompt that is only inputs_embeds; pass input_ids too, or use "
