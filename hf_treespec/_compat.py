@@ -114,6 +114,19 @@ def is_dflash(model: Any) -> bool:
     return {"noise_embeds", "context_hidden_states"} <= set(inspect.signature(model.forward).parameters)
 
 
+def reads_shared_kv(model: Any) -> bool:
+    """Whether a model (or its class) is an assistant that attends to the keys and values of another (since 5.8)."""
+    return (
+        hasattr(model, "create_attention_masks") and "shared_kv_states" in inspect.signature(model.forward).parameters
+    )
+
+
+def shared_kv_layers(target: PreTrainedModel) -> dict[str, int]:
+    """The layers whose keys and values a target offers to assistants: kind (of `config.layer_types`) to index."""
+    attentions: Any = (getattr(layer, "self_attn", None) for layer in getattr(target.get_decoder(), "layers", ()))
+    return {a.layer_type: a.layer_idx for a in attentions if getattr(a, "store_full_length_kv", False)}
+
+
 def architecture(config: dict[str, Any]) -> Any:
     """The class of transformers that a checkpoint's config names, or None."""
     return getattr(transformers, str((config.get("architectures") or [None])[0]), None)

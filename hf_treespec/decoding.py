@@ -266,6 +266,7 @@ class Decoding:
                 max_nodes=call.config.max_nodes,
                 verified=verified,
                 tokenizer=call.tokenizer,
+                cache=self.cache,
             )
         )
 

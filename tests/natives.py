@@ -14,7 +14,18 @@ from conftest import LLAMA, VOCAB, WINDOWS, prompt
 from conftest import target as targets
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_treespec import Budget, Commit, DFlashDrafter, DraftContext, Drafter, MtpDrafter, Prompt, TokenTree, _compat
+from hf_treespec import (
+    Budget,
+    Commit,
+    DFlashDrafter,
+    DraftContext,
+    Drafter,
+    MtpDrafter,
+    Prompt,
+    SharedKvDrafter,
+    TokenTree,
+    _compat,
+)
 from hf_treespec.accept import NoiseWindow
 from hf_treespec.verify import Verified
 
@@ -41,7 +52,7 @@ MTP = {
 def _made(kind: str, options: dict[str, Any], head: str = "ForCausalLM", seed: int = 0) -> Any:
     torch.manual_seed(seed)
     config = getattr(transformers, f"{kind}Config")(**options)
-    model = getattr(transformers, kind + head)(config).eval()
+    model = getattr(transformers, kind.removesuffix("Text") + head)(config).eval()
     model.requires_grad_(False)
     return model
 
@@ -102,6 +113,42 @@ def with_dflash(family: str) -> tuple[PreTrainedModel, Any]:
     return _generates(transformers.MuseGlimmerForConditionalGeneration(config).eval().requires_grad_(False)), model
 
 
+GEMMA4 = {
+    **LLAMA,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "global_head_dim": 16,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+}
+SHARES = {"gemma4": {}, "gemma4_shared": {"num_kv_shared_layers": 2}}
+
+
+@functools.cache
+def with_shared_kv(family: str) -> tuple[PreTrainedModel, Any]:
+    """A Gemma 4 target, whose last two layers may reuse keys themselves, and a random assistant of one layer a kind."""
+    if not hasattr(transformers, "Gemma4AssistantForCausalLM"):
+        pytest.skip("this transformers has no Gemma 4 assistants")
+    target = _generates(_made("Gemma4Text", {**GEMMA4, **SHARES[family]}))
+    own = {"num_hidden_layers": 2, "layer_types": GEMMA4["layer_types"][:2], "hidden_size": 16, "intermediate_size": 24}
+    text = {**GEMMA4, **own, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    options = {"text_config": transformers.Gemma4TextConfig(**text), "backbone_hidden_size": 32}
+    try:
+        model = _made("Gemma4Assistant", options, seed=1)
+    except ValueError as error:  # 5.23 refuses every assistant: all of its layers reuse keys
+        pytest.skip(f"this transformers cannot make a Gemma 4 assistant: {error}")
+    for name, tensor in model.named_parameters():
+        if "norm" not in name:
+            tensor.normal_(0.0, 0.5)
+    return target, model
+
+
+def _shared_kv() -> tuple[Drafter, PreTrainedModel]:
+    target, model = with_shared_kv("gemma4")
+    return SharedKvDrafter(model, min_gain=0.0), target
+
+
 def _dflash() -> tuple[Drafter, PreTrainedModel]:
     target, model = with_dflash("llama")
     return DFlashDrafter(model), target
@@ -115,7 +162,11 @@ def _mtp() -> tuple[Drafter, PreTrainedModel]:
 
 
 # by registered name, a drafter and a target that it fits; for those that fit no plain one
-FITTING: dict[str, Callable[[], tuple[Drafter, PreTrainedModel]]] = {"dflash": _dflash, "mtp": _mtp}
+FITTING: dict[str, Callable[[], tuple[Drafter, PreTrainedModel]]] = {
+    "dflash": _dflash,
+    "mtp": _mtp,
+    "shared_kv": _shared_kv,
+}
 
 
 # -------------------------------------------------------------------- a call, step by step
@@ -192,7 +243,12 @@ def assert_scores(tree: TokenTree, chances: Callable[[list[int]], torch.Tensor])
 
 
 def rounds(
-    template: Drafter, target: PreTrainedModel, accept: Any, do_sample: bool, budget: Budget, **begin: Any
+    template: Drafter,
+    target: PreTrainedModel,
+    accept: Any,
+    do_sample: bool,
+    budget: Budget,
+    extra: Callable[[list[int]], dict[str, Any]] = lambda ids: {},
 ) -> list[int]:
     """Four rounds that accept `accept` tokens of some path; after each the draft must be that of a fresh drafter.
 
@@ -203,19 +259,22 @@ def rounds(
     """
     noise = NoiseWindow((1, VOCAB), torch.device("cpu")) if do_sample else None
     ids = torch.cat([prompt(9), prompt(6)], 1)[0].tolist()
-    kept = begun(template, target, ids, do_sample, **begin)
+    fields = extra(ids)
+    kept = begun(template, target, ids, do_sample, fields)
     accepted = []
     for number in range(5):
         if number == 2:
             tree = TokenTree.root_only(ids[-1])
         else:
             tree = draft(kept, ids, budget, noise)
-            assert_same(tree, draft(begun(template, target, ids, do_sample, **begin), ids, budget, noise))
+            assert_same(tree, draft(begun(template, target, ids, do_sample, extra(ids)), ids, budget, noise))
         deep = [n for n in range(len(tree)) if tree.depths[0, n] == tree.depths.max()]
         leaf = deep[(3 * number) % len(deep)]
         path = tree.path(leaf)[: None if accept == "all" else accept + 1]
         bonus = 2 + (7 * number + len(ids)) % 50
         kept.observe(committed(target, ids, tree, path, bonus))
         ids = [*ids, *tree.tokens[0, path[1:]].tolist(), bonus]
+        for name, value in extra(ids).items():  # what the loop keeps up to date
+            vars(fields[name]).update(vars(value))
         accepted.append(len(path) - 1)
     return accepted

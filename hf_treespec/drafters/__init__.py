@@ -13,6 +13,7 @@ from .model import ModelDrafter
 from .mtp import MtpDrafter
 from .ngram import NgramDrafter
 from .recycling import RecyclingDrafter
+from .shared_kv import SharedKvDrafter
 from .union import UnionDrafter
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "NgramDrafter",
     "Prompt",
     "RecyclingDrafter",
+    "SharedKvDrafter",
     "UnionDrafter",
     "drafter_names",
     "inspect_checkpoint",

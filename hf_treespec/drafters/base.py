@@ -21,6 +21,7 @@ from ..tree import TokenTree
 
 if TYPE_CHECKING:
     from ..accept import NoiseWindow
+    from ..cache import TreeCache
     from ..verify import Verified
 
 ENTRY_POINTS = "hf_treespec.drafters"
@@ -57,6 +58,7 @@ class Prompt:
         max_nodes: the largest tree of the call, for preallocation.
         verified: the prompt's forward (a tree of one root): logits, and hidden states where `hidden_layers` asks.
         tokenizer: the `tokenizer=` of the call, or None. Only for checks: a drafter works on ids.
+        cache: the target's keys and values; while a tree is drafted, those of the text without the root. Read only.
     """
 
     target: PreTrainedModel
@@ -68,6 +70,7 @@ class Prompt:
     max_nodes: int
     verified: Verified
     tokenizer: Any = None
+    cache: TreeCache | None = None
 
 
 @dataclasses.dataclass(frozen=True)
