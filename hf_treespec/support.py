@@ -63,7 +63,11 @@ def _refusals(config: Any) -> list[tuple[bool, str, str]]:
         ),
         (given("use_mtp"), show("use_mtp"), "tree_spec='mtp' drafts with the same layers, as a tree. Unset it,"),
         (given("assistant_early_exit"), show("assistant_early_exit"), other),
-        (given("speculation_type"), show("speculation_type"), other),
+        (
+            given("speculation_type"),
+            show("speculation_type"),
+            "tree_spec='dflash' drafts with the same assistant_model, as a tree. Unset it,",
+        ),
         (
             more_than("guidance_scale", 1) or (given("guidance_scale") and config.guidance_scale < 1),
             show("guidance_scale"),

@@ -4,16 +4,34 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import test_eagle
 import torch
-from conftest import prompt, run
+from conftest import prompt, run, target
+from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessorList, PreTrainedModel
 
-from hf_treespec import Budget, Commit, DraftContext, Drafter, ModelDrafter, NgramDrafter, Prompt, TokenTree
+from hf_treespec import (
+    Budget,
+    CheckpointError,
+    Commit,
+    DraftContext,
+    Drafter,
+    DrafterError,
+    ModelDrafter,
+    NgramDrafter,
+    Prompt,
+    TokenTree,
+    inspect_checkpoint,
+    load_drafter,
+)
 from hf_treespec.accept import NoiseWindow
+from hf_treespec.drafters.checkpoint import Checkpoint, _formats
 from hf_treespec.drafters.ngram import SuffixAutomaton
 from hf_treespec.verify import Verified
 
@@ -307,3 +325,67 @@ def test_widths_out_of_range_are_named(name: str) -> None:
 
     with pytest.raises(DrafterError, match="width=0"):
         make_drafter(name, width=0)
+
+
+# -------------------------------------------------------------------- whole models from files
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_folder_with_a_causal_lm_drafts(family: str, shards: bool, tmp_path: Path, llama: PreTrainedModel) -> None:
+    small = target(family)
+    small.save_pretrained(tmp_path, max_shard_size="10KB" if shards else "1GB")
+    found = inspect_checkpoint(tmp_path)
+    assert found.format == "causal-lm" and len(found.files) > shards
+    assert found.facts["class"] == type(small).__name__ and found.facts["vocabulary"] == 61
+    ids = prompt(10)[0].tolist()
+    expected = drafted(started(ModelDrafter(small, wave=3), ids, llama), ids)
+    for drafter in (load_drafter(tmp_path, wave=3), load_drafter(tmp_path, target=llama, wave=3)):
+        assert isinstance(drafter, ModelDrafter)
+        assert paths(drafted(started(drafter, ids, llama), ids)) == paths(expected)
+
+
+def test_a_loaded_model_takes_the_targets_dtype(tmp_path: Path, llama: PreTrainedModel) -> None:
+    llama.save_pretrained(tmp_path)
+    half = copy.deepcopy(llama).to(torch.bfloat16)
+    assert load_drafter(tmp_path, target=half).model.dtype == torch.bfloat16  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match=r"format causal-lm does not take options \{'hops': 1\}"):
+        load_drafter(tmp_path, hops=1)
+
+
+def test_a_model_of_another_vocabulary_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
+    llama.save_pretrained(tmp_path)
+    other = copy.deepcopy(llama)
+    other.config.vocab_size = 5000
+    with pytest.raises(DrafterError, match="vocabulary of 61 tokens and the target of 5000"):
+        load_drafter(tmp_path, target=other)
+
+
+def test_a_model_with_weights_missing_is_refused(tmp_path: Path, llama: PreTrainedModel) -> None:
+    llama.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        CheckpointError, match=r"lacks weights of LlamaForCausalLM: model\.layers\.1\.mlp\.up_proj\.weight, "
+    ):
+        load_drafter(tmp_path)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+@pytest.mark.parametrize("layout", test_eagle.LAYOUTS)
+def test_a_head_is_no_causal_lm_whatever_it_calls_itself(layout: str, prefix: str, tmp_path: Path) -> None:
+    _, config, tensors = test_eagle.write(tmp_path, layout)
+    save_file({prefix + name: tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    config = {**config, "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not _formats["causal-lm"].recognises(Checkpoint.open(tmp_path))
+
+
+def test_part_of_a_model_is_no_causal_lm(tmp_path: Path, llama: PreTrainedModel) -> None:
+    llama.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({n: t for n, t in tensors.items() if ".1." not in n}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="of no known format"):
+        load_drafter(tmp_path)

@@ -209,6 +209,27 @@ def fill(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor], source: s
     module.load_state_dict(dict(tensors), strict=True, assign=True)
 
 
+def pretrained(checkpoint: Checkpoint, kind: Any, target: PreTrainedModel | None) -> Any:
+    """A whole model of one of transformers' own classes, in the target's dtype and on its device if there is one.
+
+    Raises:
+        CheckpointError: its files cannot be read, or lack weights.
+    """
+    arguments: dict[str, Any] = {"dtype": "auto" if target is None else target.dtype}
+    quantised = "quantization_config" in checkpoint.config
+    if quantised and target is not None:  # cannot be moved afterwards
+        arguments["device_map"] = {"": target.device}
+    try:
+        model, info = kind.from_pretrained(checkpoint.folder, output_loading_info=True, **arguments)
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise CheckpointError(f"{checkpoint.source} cannot be loaded as {kind.__name__}: {error}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        more = f" and {len(missing) - 6} more" if len(missing) > 6 else ""
+        raise CheckpointError(f"{checkpoint.source} lacks weights of {kind.__name__}: {', '.join(missing[:6])}{more}.")
+    return model.eval() if target is None or quantised else model.eval().to(target.device)
+
+
 # ---------------------------------------------------------------- formats
 
 

@@ -27,7 +27,7 @@ from .. import _compat
 from ..errors import CheckpointError, DrafterError
 from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt, register_drafter
-from .checkpoint import Checkpoint, Format, register_format
+from .checkpoint import Checkpoint, Format, pretrained, register_format
 from .growth import coupled, draft_warpers, log_q
 from .head import HeadDrafter, Pairs, check_target
 
@@ -188,11 +188,9 @@ class DFlashFormat(Format):
         }
 
     def load(self, checkpoint: Checkpoint, target: PreTrainedModel | None, **options: Any) -> DFlashDrafter:
-        kind = self._kind(checkpoint)
-        model = kind.from_pretrained(checkpoint.folder, dtype="auto" if target is None else target.dtype).eval()
+        model = pretrained(checkpoint, self._kind(checkpoint), target)
         if target is not None:
             check_fits(model, target)
-            model.to(target.device)
         return DFlashDrafter(model, **options)
 
     def _kind(self, checkpoint: Checkpoint) -> Any:

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 
 from .. import _compat
 from ..attention import tree_attention_on
@@ -22,6 +22,7 @@ from ..support import check_assistant
 from ..tree import TokenTree
 from ..verify import Verifier
 from .base import Budget, Commit, DraftContext, Drafter, Prompt, drafter_for, register_drafter
+from .checkpoint import Checkpoint, Format, pretrained, register_format
 from .growth import Growth, Slots, check_growth, draft_warpers, log_q
 
 
@@ -47,7 +48,7 @@ class ModelDrafter(Drafter):
         if model is None:
             raise DrafterError("drafter 'model' needs a model: pass assistant_model=... or ModelDrafter(model).")
         check_assistant(prompt.target, model)
-        if drafter_for(model) != self.name:
+        if drafter_for(model) != ModelDrafter.name:
             raise DrafterError(
                 f"assistant_model={type(model).__name__} is not a causal LM of its own but a head: use tree_spec="
                 f"{drafter_for(model)!r}, or leave the drafter to tree_spec=True."
@@ -127,3 +128,41 @@ class ModelDrafter(Drafter):
 
 def _last_logit_only(model: PreTrainedModel) -> dict[str, Any]:
     return {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}
+
+
+@register_format
+class CausalLmFormat(Format):
+    """A whole causal LM of transformers: embeddings and all layers, and nothing that only heads have."""
+
+    name = "causal-lm"
+
+    def recognises(self, checkpoint: Checkpoint) -> bool:
+        kind = _compat.architecture(checkpoint.config)
+        if not isinstance(kind, type) or not issubclass(kind, GenerationMixin) or _compat.reads_shared_kv(kind):
+            return False
+        parts = [name.split(".") for name in checkpoint.shapes]
+        if any({"fc", "midlayer"} & {*path[:2]} for path in parts):  # an EAGLE head calls itself LlamaForCausalLM too
+            return False
+        layers = {next((part for part in path if part.isdigit()), "") for path in parts} - {""}
+        embeds = any("emb" in part or part == "wte" for path in parts for part in path)
+        return embeds and len(layers) >= self._config(checkpoint, kind).num_hidden_layers
+
+    def facts(self, checkpoint: Checkpoint) -> dict[str, Any]:
+        kind = _compat.architecture(checkpoint.config)
+        config = self._config(checkpoint, kind)
+        return {
+            "class": kind.__name__,
+            "layers": config.num_hidden_layers,
+            "hidden size": config.hidden_size,
+            "vocabulary": config.vocab_size,
+            "quantised": (checkpoint.config.get("quantization_config") or {}).get("quant_method", "no"),
+        }
+
+    def load(self, checkpoint: Checkpoint, target: PreTrainedModel | None, **options: Any) -> ModelDrafter:
+        model = pretrained(checkpoint, _compat.architecture(checkpoint.config), target)
+        if target is not None:
+            check_assistant(target, model)
+        return ModelDrafter(model, **options)
+
+    def _config(self, checkpoint: Checkpoint, kind: Any) -> Any:
+        return kind.config_class.from_dict(checkpoint.config).get_text_config(decoder=True)

@@ -104,9 +104,9 @@ class MtpDrafter(HeadDrafter):
         pairs = self._take_unread()
         self._text += pairs.tokens
         self._levels[0].states = torch.cat([self._levels[0].states, pairs.states.to(self._device)])
-        reach = len(self._levels)
-        depth = budget.max_depth if self.recursive and len(self._text) >= reach else min(budget.max_depth, reach)
-        depth = min(depth, len(self._text)) if len(self._text) < reach else depth  # deeper layers need a longer text
+        reach, depth = min(len(self._levels), len(self._text)), budget.max_depth  # layer k skips the first k tokens
+        if not self.recursive or reach < len(self._levels):
+            depth = min(depth, reach)
         budget = Budget(budget.max_nodes, depth, budget.max_children, budget.min_gain)
         with torch.no_grad(), tree_attention_on(self._mtp):
             self._growth = Growth(context, budget, wave=self.wave, min_gain=self.min_gain)

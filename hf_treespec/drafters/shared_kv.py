@@ -28,7 +28,7 @@ from ..cache import TreeCache, TreeLayer
 from ..errors import DrafterError
 from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt, register_drafter
-from .checkpoint import Checkpoint, Format, register_format
+from .checkpoint import Checkpoint, Format, pretrained, register_format
 from .growth import Growth, check_growth, draft_warpers, log_q
 from .head import HeadDrafter, Pairs, check_target
 
@@ -184,9 +184,7 @@ class SharedKvFormat(Format):
         }
 
     def load(self, checkpoint: Checkpoint, target: PreTrainedModel | None, **options: Any) -> SharedKvDrafter:
-        kind = _compat.architecture(checkpoint.config)
-        model = kind.from_pretrained(checkpoint.folder, dtype="auto" if target is None else target.dtype).eval()
+        model = pretrained(checkpoint, _compat.architecture(checkpoint.config), target)
         if target is not None:
             check_fits(model, target)
-            model.to(target.device)
         return SharedKvDrafter(model, **options)
