@@ -19,8 +19,8 @@ from .union import UnionDrafter
 __all__ = [
     "Budget",
     "Commit",
-    "DatastoreDrafter",
     "DFlashDrafter",
+    "DatastoreDrafter",
     "DraftContext",
     "Drafter",
     "EagleDrafter",
