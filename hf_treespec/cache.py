@@ -197,6 +197,19 @@ class TreeCache(DynamicCache):
                 layer.move(start, nodes, ends)
             layer.cut(self.filled)
 
+    def shorten(self, length: int) -> bool:
+        """Drops committed tokens beyond the first `length` of each row, and a tree that was appended.
+
+        Returns False, with nothing changed, if a sliding layer has dropped what would then be its last token. It may
+        miss the oldest keys of its window, which only a drafting model can bear.
+        """
+        if any(layer.offset >= length for layer in self.tree_layers if layer.offset):
+            return False
+        self.lengths = np.minimum(self.lengths, length)
+        self.filled = int(self.lengths.max())
+        self.truncate()
+        return True
+
     def truncate(self) -> None:
         """Drops a tree that was appended and never kept (a round that failed halfway)."""
         for layer in self.tree_layers:

@@ -61,6 +61,7 @@ class Call:
     streamer: Any = None
     assistant_model: PreTrainedModel | None = None
     tokenizer: Any = None
+    assistant_tokenizer: Any = None
 
 
 class Decoding:
@@ -267,6 +268,7 @@ class Decoding:
                 verified=verified,
                 tokenizer=call.tokenizer,
                 cache=self.cache,
+                assistant_tokenizer=call.assistant_tokenizer,
             )
         )
 

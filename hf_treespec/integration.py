@@ -102,22 +102,29 @@ def _validate_generation_mode(self: Any, generation_mode: Any, generation_config
     if generation_mode != MODE:
         return _originals["_validate_generation_mode"](self, generation_mode, generation_config, mode_kwargs)
     support.check_config(generation_config)
-    support.check_assistant(self, **{k: mode_kwargs.get(k) for k in support.ASSISTANT_ARGUMENTS})
-    config, _, _ = resolve(generation_config.tree_spec, mode_kwargs.get("assistant_model"))
+    given = {k: mode_kwargs.get(k) for k in support.ASSISTANT_ARGUMENTS}
+    if given["assistant_model"] is not None:
+        support.check_assistant_model(given["assistant_model"])
+    config, drafter, _ = resolve(generation_config.tree_spec, **given)
+    if not drafter.uses_assistant_tokenizer:
+        support.check_assistant(self, **given)
     support.check_model(self, self_check=config.self_check)
 
 
-def resolve(value: Any, assistant_model: PreTrainedModel | None = None) -> tuple[TreeSpecConfig, Drafter, bool]:
+def resolve(
+    value: Any, assistant_model: PreTrainedModel | None = None, tokenizer: Any = None, assistant_tokenizer: Any = None
+) -> tuple[TreeSpecConfig, Drafter, bool]:
     """What `tree_spec=value` asks for: the options, the drafter, and whether rounds are to be streamed.
 
     Raises:
         OptionError, DrafterError: the value, an option or the drafter's name is not understood.
+        UnsupportedArgumentError: the drafter has no use for the assistant, or for its tokenizer.
     """
     stream = isinstance(value, StreamRequest)
     config = TreeSpecConfig.from_value(value.value if stream else value)
     drafter = config.drafter
     if isinstance(drafter, str):
-        name = drafter_for(assistant_model) if drafter == "auto" else drafter
+        name = _automatic(assistant_model, tokenizer, assistant_tokenizer) if drafter == "auto" else drafter
         options = dict(config.drafter_options)
         if assistant_model is not None and "model" in inspect.signature(drafter_class(name)).parameters:
             options.setdefault("model", assistant_model)  # heads tell by it which states of the target they read
@@ -129,7 +136,21 @@ def resolve(value: Any, assistant_model: PreTrainedModel | None = None) -> tuple
             f"assistant_model= cannot be combined with tree_spec={drafter.name!r}, which does not use it. Drop it, or "
             f"use tree_spec={drafter_for(assistant_model)!r}."
         )
+    if assistant_tokenizer is not None and not drafter.uses_assistant_tokenizer and assistant_model is None:
+        raise UnsupportedArgumentError(
+            f"assistant_tokenizer= cannot be combined with tree_spec={drafter.name!r} without assistant_model=, which "
+            "it belongs to. Drop it, or pass both."
+        )
     return config, drafter, stream
+
+
+def _automatic(assistant_model: PreTrainedModel | None, tokenizer: Any, assistant_tokenizer: Any) -> str:
+    """The name behind 'auto'."""
+    name = drafter_for(assistant_model)
+    if name != "model" or assistant_tokenizer is None:
+        return name
+    same = tokenizer is not None and support.same_tokenizer(tokenizer, assistant_tokenizer)
+    return "model" if same else "universal"
 
 
 class StreamRequest:
@@ -158,7 +179,7 @@ def _tree_spec_decoding(
     """Tree decoding, called by `generate` like its own decoding methods. See `hf_treespec.decoding`."""
     try:
         support.check_call(input_ids.shape[0], synced_gpus)
-        config, drafter, stream = resolve(generation_config.tree_spec, assistant_model)
+        config, drafter, stream = resolve(generation_config.tree_spec, assistant_model, tokenizer, assistant_tokenizer)
         decoding = Decoding(
             Call(
                 model=self,
@@ -172,6 +193,7 @@ def _tree_spec_decoding(
                 streamer=streamer,
                 assistant_model=assistant_model,
                 tokenizer=tokenizer,
+                assistant_tokenizer=assistant_tokenizer,
             )
         )
     except BaseException:

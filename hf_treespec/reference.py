@@ -17,6 +17,7 @@ from . import _compat
 from .accept import default_generator
 from .drafters.base import Budget, Commit, DraftContext, Drafter, Prompt
 from .errors import DrafterError
+from .support import ASSISTANT_ARGUMENTS
 from .tree import TokenTree
 
 
@@ -111,6 +112,7 @@ class _Watched(Drafter):
         self.name = inner.name  # type: ignore[misc]
         self.hidden_layers = inner.hidden_layers
         self.uses_assistant_model = inner.uses_assistant_model  # type: ignore[misc]
+        self.uses_assistant_tokenizer = inner.uses_assistant_tokenizer  # type: ignore[misc]
 
     def for_call(self) -> Drafter:
         fresh = copy.copy(self)
@@ -179,7 +181,7 @@ def check_drafter(
     for budget in budgets:
         for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
             for ids in (*prompts, prompts[0]):
-                plain_arguments = {k: v for k, v in generate_arguments.items() if k != "assistant_model"}
+                plain_arguments = {k: v for k, v in generate_arguments.items() if k not in ASSISTANT_ARGUMENTS}
                 torch.manual_seed(0)
                 plain = target.generate(ids, **common, **sampled, **plain_arguments)
                 torch.manual_seed(0)

@@ -136,16 +136,12 @@ def check_assistant(target: Any, assistant_model: Any, tokenizer: Any = None, as
     """
     if assistant_model is None:
         return
-    if not isinstance(assistant_model, PreTrainedModel):
-        raise DrafterError(
-            f"assistant_model={type(assistant_model).__name__} is not a transformers model; pass a drafter of your own "
-            "as tree_spec=drafter."
-        )
+    check_assistant_model(assistant_model)
     if tokenizer is not None and assistant_tokenizer is not None:
-        if tokenizer.get_vocab() != assistant_tokenizer.get_vocab():
+        if not same_tokenizer(tokenizer, assistant_tokenizer):
             raise DrafterError(
-                "tokenizer and assistant_tokenizer differ, and drafts cannot be translated between them yet. Use an "
-                "assistant_model with the target's tokenizer, or tree_spec='ngram' without assistant_model."
+                "tokenizer and assistant_tokenizer differ, and drafter 'model' does not translate between them. Use "
+                "tree_spec='universal', or leave the drafter to 'auto'."
             )
         return
     configs = [_compat.text_config(model) for model in (target, assistant_model)]
@@ -155,8 +151,22 @@ def check_assistant(target: Any, assistant_model: Any, tokenizer: Any = None, as
     if abs(sizes[0] - sizes[1]) > MAX_PADDING:
         raise DrafterError(
             f"assistant_model has a vocabulary of {sizes[1]} tokens and the target of {sizes[0]}: their tokenizers "
-            "differ. Use an assistant_model with the target's tokenizer, or tree_spec='ngram' without assistant_model."
+            "differ. Pass tokenizer= (the target's) and assistant_tokenizer= as well, use an assistant_model with the "
+            "target's tokenizer, or tree_spec='ngram' without assistant_model."
         )
+
+
+def check_assistant_model(assistant_model: Any) -> None:
+    """Raises `DrafterError` for what is no model of transformers."""
+    if not isinstance(assistant_model, PreTrainedModel):
+        raise DrafterError(
+            f"assistant_model={type(assistant_model).__name__} is not a transformers model; pass a drafter of your own "
+            "as tree_spec=drafter."
+        )
+
+
+def same_tokenizer(tokenizer: Any, other: Any) -> bool:
+    return tokenizer is other or tokenizer.get_vocab() == other.get_vocab()
 
 
 # Arguments of `generate` that reach a decoding method and are handled by name.

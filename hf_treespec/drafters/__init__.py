@@ -15,6 +15,7 @@ from .ngram import NgramDrafter
 from .recycling import RecyclingDrafter
 from .shared_kv import SharedKvDrafter
 from .union import UnionDrafter
+from .universal import UniversalDrafter
 
 __all__ = [
     "Budget",
@@ -34,6 +35,7 @@ __all__ = [
     "RecyclingDrafter",
     "SharedKvDrafter",
     "UnionDrafter",
+    "UniversalDrafter",
     "drafter_names",
     "inspect_checkpoint",
     "load_drafter",

@@ -57,8 +57,9 @@ class Prompt:
         assistant_model: the `assistant_model=` of the call, or None.
         max_nodes: the largest tree of the call, for preallocation.
         verified: the prompt's forward (a tree of one root): logits, and hidden states where `hidden_layers` asks.
-        tokenizer: the `tokenizer=` of the call, or None. Only for checks: a drafter works on ids.
+        tokenizer: the `tokenizer=` of the call, or None. Only for checks and translations: a drafter works on ids.
         cache: the target's keys and values; while a tree is drafted, those of the text without the root. Read only.
+        assistant_tokenizer: the `assistant_tokenizer=` of the call, or None. For drafters that translate.
     """
 
     target: PreTrainedModel
@@ -71,6 +72,7 @@ class Prompt:
     verified: Verified
     tokenizer: Any = None
     cache: TreeCache | None = None
+    assistant_tokenizer: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,12 +134,14 @@ class Drafter(abc.ABC):
             then asks the target for hidden states.
         forwards: of its own model in the last `draft`, so that a level's price can be measured; 0 for drafters without.
         uses_assistant_model: whether the call's `assistant_model` is for this drafter.
+        uses_assistant_tokenizer: whether it translates between the call's `tokenizer` and `assistant_tokenizer`.
     """
 
     name: ClassVar[str] = "unnamed"
     hidden_layers: tuple[int, ...] = ()
     forwards: int = 0
     uses_assistant_model: ClassVar[bool] = False
+    uses_assistant_tokenizer: ClassVar[bool] = False
 
     @classmethod
     def made_for(cls, assistant_model: PreTrainedModel) -> bool:

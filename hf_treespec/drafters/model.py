@@ -58,21 +58,27 @@ class ModelDrafter(Drafter):
                 f"drafter {self.name!r} cannot read a prompt that is only inputs_embeds; pass input_ids too, or use "
                 "'ngram'."
             )
-        self._model = model
-        self._vocabulary = _compat.text_config(model).vocab_size
+        self._begin(model, prompt)
         self._target_vocabulary = prompt.verified.logits.shape[-1]
+        if prompt.ids.shape[1] < self._positions:
+            self._prefill(prompt.ids, prompt.attention_mask)
+
+    def _begin(self, model: PreTrainedModel, prompt: Prompt) -> None:
+        """Everything of a call but its text."""
+        self._model = model
+        self._vocabulary = self._target_vocabulary = _compat.text_config(model).vocab_size
         self._positions = _compat.rope_boundary(_compat.text_config(model))[0] or sys.maxsize
         self._warpers = draft_warpers(prompt)
+        self._spare = 4 * prompt.max_nodes
         self._unread: list[int] = []  # committed tokens that the model has not read, the root last
         self._tree = TokenTree.root_only(0)  # the last tree, before the loop cut it
         self._slots: dict[int, int] = {}  # its expanded nodes -> their slots behind the committed prefix
-        if prompt.ids.shape[1] < self._positions:
-            self._prefill(prompt)
 
-    def _prefill(self, prompt: Prompt) -> None:
-        model, ids = self._model, prompt.ids.to(self._model.device)
+    def _prefill(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Reads (1, T) tokens; `mask` (1, >= T) has 0 at padding."""
+        model = self._model
+        ids = ids.to(model.device)
         cache = DynamicCache(config=_compat.text_config(model))
-        mask = prompt.attention_mask
         mask = torch.ones_like(ids) if mask is None else mask[:, -ids.shape[1] :].to(ids.device)
         positions = (mask.long().cumsum(-1) - 1).clamp_min(0)
         with torch.no_grad(), tree_attention_on(model):
@@ -86,7 +92,7 @@ class ModelDrafter(Drafter):
                 **{_compat.cache_key(model): cache},
                 **_last_logit_only(model),
             )
-            self._cache = TreeCache(cache, spare=4 * prompt.max_nodes)
+            self._cache = TreeCache(cache, spare=self._spare)
             self._verifier = Verifier(model, self._cache, positions[:, -1:], mask)
 
     def observe(self, commit: Commit) -> None:
