@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import hf_treespec
 from hf_treespec import Budget, Datastore, DraftContext, Drafter, ScriptedDrafter, TokenTree
@@ -197,6 +198,8 @@ def ready_drafter(name: str, model: PreTrainedModel, folder: Path) -> Drafter:
         return hf_treespec.load_drafter(tests.write(folder, HEADS[name])[0], target=model)
     if name == "datastore":
         return hf_treespec.DatastoreDrafter(datastore_of(model, folder / "datastore"))
+    if name == "universal":
+        return hf_treespec.make_drafter(name, tokenizer=letters(0), assistant_tokenizer=letters(7))
     return hf_treespec.make_drafter(name)
 
 
@@ -214,3 +217,10 @@ def output_that_knows(model: PreTrainedModel, text: list[int], ahead: int) -> to
     states = model(torch.tensor([text]), output_hidden_states=True).hidden_states[-1][0, : -ahead - 1]
     wanted = torch.nn.functional.one_hot(torch.tensor(text[ahead + 1 :]), VOCAB).float()
     return 8 * torch.linalg.lstsq(states, wanted, driver="gelsd").solution.T
+
+
+def letters(shift: int) -> PreTrainedTokenizerFast:
+    """A tokenizer of `VOCAB` letters, one a token; which letter is which token differs by `shift`."""
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({chr(65 + (i + shift) % VOCAB): i for i in range(VOCAB)}, []))
+    inner.decoder = tokenizers.decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)

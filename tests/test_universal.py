@@ -317,7 +317,6 @@ def test_contract() -> None:
         hf_treespec.check_drafter(UniversalDrafter(), random_model(target), prompts=prompts, max_new_tokens=8, **more)
 
 
-
 @pytest.mark.parametrize("accept", [0, 1, "all"])
 @pytest.mark.parametrize("target, assistant", [("coarse", "fine"), ("fine", "coarse"), ("pieces", "coarse")])
 def test_draft_after_acceptance_equals_a_fresh_drafters(target: str, assistant: str, accept: Any) -> None:
