@@ -262,6 +262,8 @@ def test_half_a_character_is_cut_back_and_half_a_committed_one_is_continued() ->
     assert translation.ids == encode("coarse", before + " ")
     tree = translation.tree(TokenTree.chain(translation.ids[-1], encode("coarse", "🌊")), ids[-1], 10**6)
     assert fine.decode([*ids, *tree.tokens[0, 1:].tolist()]) == before + wave
+    other = TokenTree.chain(translation.ids[-1], encode("coarse", "é and more"))  # another character cannot follow
+    assert len(translation.tree(other, ids[-1], 10**6)) == 1
 
 
 def test_tokens_that_the_target_does_not_have_are_cut() -> None:
