@@ -150,7 +150,11 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     who = tree.add_mutually_exclusive_group()
     who.add_argument("--drafter", metavar="NAME", help="see hf-treespec drafters; default: auto")
     who.add_argument("--head", metavar="ID_OR_PATH", help="a trained drafter's files, see hf-treespec inspect")
-    tree.add_argument("--assistant-model", metavar="ID_OR_PATH", help="a small model that drafts")
+    tree.add_argument(
+        "--assistant-model",
+        metavar="ID_OR_PATH",
+        help="a small model that drafts, with a tokenizer of its own if need be",
+    )
     tree.add_argument("--datastore", metavar="PATH", help="earlier texts to draft from: see hf-treespec datastore")
     tree.add_argument("--max-nodes", type=int, metavar="N", help="guesses a round at most")
     tree.add_argument("--max-depth", type=int, metavar="N", help="guesses on one path at most")
@@ -221,7 +225,7 @@ def run_demo(args: argparse.Namespace) -> int:
     options = tree_options(args)
     loaded = load_named(args, options)
     inputs, machine = loaded.inputs(args.prompt, args.raw), loaded.machine()
-    arms = demo.make_arms(options, loaded.assistant)
+    arms = demo.make_arms(options, loaded.helper())
     demo.measure(arms, loaded.model, inputs, args.max_new_tokens, args.repeats, say=_progress)
     facts = {"prompt": args.prompt, "model": loaded.name, "machine": machine, "repeats": args.repeats}
     if screen is None:
@@ -260,8 +264,7 @@ def run_generate(args: argparse.Namespace) -> int:
     inputs = loaded.inputs(args.prompt, args.raw)
     if args.seed is not None:
         torch.manual_seed(args.seed)
-    if loaded.assistant is not None:
-        sampling["assistant_model"] = loaded.assistant
+    sampling |= loaded.helper()
     began = time.perf_counter()
     rounds = stream(loaded.model, tree_spec=options, **inputs, **sampling, max_new_tokens=args.max_new_tokens)
     text = terminal.Detokenizer(loaded.tokenizer)
@@ -294,7 +297,7 @@ def run_profile(args: argparse.Namespace) -> int:
     loaded = load_named(args, options)
     prompts = {"prompt": args.prompt} if args.prompt else profile.PROMPTS
     inputs = {name: loaded.inputs(text, args.raw) for name, text in prompts.items()}
-    found = profile.measure(loaded.model, inputs, options, loaded.assistant, args.max_new_tokens, say=_progress)
+    found = profile.measure(loaded.model, inputs, options, loaded.helper(), args.max_new_tokens, say=_progress)
     facts = {"model": loaded.name, "machine": loaded.machine(), "prompts": prompts}
     if args.png is not None:
         profile_view.write_png(found, facts, args.png)

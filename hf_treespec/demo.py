@@ -75,9 +75,8 @@ class Arm:
         return len(self.ids) / self.median_seconds
 
 
-def make_arms(options: dict[str, Any], assistant: Any = None) -> list[Arm]:
-    """Plain decoding, the chain that the tree's limits allow, and the tree."""
-    helper = {} if assistant is None else {"assistant_model": assistant}
+def make_arms(options: dict[str, Any], helper: dict[str, Any]) -> list[Arm]:
+    """Plain decoding, the chain that the tree's limits allow, and the tree; `helper` are arguments for an assistant."""
     return [
         Arm("plain", {"tree_spec": False}),  # said, since the model's own generation config may hold another value
         Arm("chain", {"tree_spec": {**options, "max_children": 1}, **helper}),

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from . import __version__
 from .demo_model import HUB_ID, demo_model, demo_model_path
 from .packing import can_pack, is_packed, pack
+from .support import same_tokenizer
 
 
 class UserError(Exception):
@@ -38,7 +39,15 @@ class Loaded:
     model: Any
     tokenizer: Any
     assistant: Any
+    assistant_tokenizer: Any
     name: str
+
+    def helper(self) -> dict[str, Any]:
+        """The arguments of `generate` that bring in the assistant; with both tokenizers where they differ."""
+        if self.assistant is None:
+            return {}
+        both = {"tokenizer": self.tokenizer, "assistant_tokenizer": self.assistant_tokenizer}
+        return {"assistant_model": self.assistant, **({} if same_tokenizer(*both.values()) else both)}
 
     def inputs(self, prompt: str, raw: bool) -> dict[str, Any]:
         """The prompt's ids, through the chat template where the tokenizer has one."""
@@ -113,8 +122,8 @@ def load(
     place = pick_device(device)
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for results, whatever a library says while it loads
         model, tokenizer = load_model(name, place, dtype, nf4)
-        helper = load_model(assistant, place, dtype, nf4)[0] if assistant else None
-    return Loaded(model, tokenizer, helper, name or HUB_ID.split("/")[-1])
+        helper, helpers = load_model(assistant, place, dtype, nf4) if assistant else (None, None)
+    return Loaded(model, tokenizer, helper, helpers, name or HUB_ID.split("/")[-1])
 
 
 def pick_device(name: str | None) -> torch.device:

@@ -195,7 +195,7 @@ def measure(
     model: Any,
     inputs: dict[str, dict[str, Any]],
     options: dict[str, Any],
-    assistant: Any,
+    helper: dict[str, Any],
     max_new_tokens: int,
     say: Callable[[str], None],
 ) -> Profile:
@@ -204,6 +204,7 @@ def measure(
     Args:
         inputs: of `generate`, for each prompt by its name.
         options: of `tree_spec`.
+        helper: arguments of `generate` for an assistant, if any.
         say: told what is going on.
 
     Raises:
@@ -216,7 +217,7 @@ def measure(
     while rows[-1] < most + 1:
         rows.append(2 * rows[-1])
     greedy = {"do_sample": False, "max_new_tokens": max_new_tokens}
-    shared = greedy if assistant is None else {**greedy, "assistant_model": assistant}
+    shared = {**greedy, **helper}
     longest = max(inputs.values(), key=lambda own: int(own["input_ids"].shape[1]))
     learnt = exchange_tables(model)  # no run profits from what another one has read
     runs: list[Rounds] = [{}, {}]

@@ -165,8 +165,24 @@ def check_assistant_model(assistant_model: Any) -> None:
         )
 
 
+# Share of the smaller vocabulary that two releases of one tokenizer have in common: they differ by a few special tokens.
+SAME_VOCABULARY = 0.99
+_compared: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, tuple[int, int, bool]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
 def same_tokenizer(tokenizer: Any, other: Any) -> bool:
-    return tokenizer is other or tokenizer.get_vocab() == other.get_vocab()
+    """Whether ids mean the same to both, but for a few. Remembered, since vocabularies are large."""
+    if tokenizer is other:
+        return True
+    known = _compared.setdefault(tokenizer, weakref.WeakKeyDictionary())
+    sizes = (len(tokenizer), len(other))
+    if known.get(other, ())[:2] != sizes:  # tokens may have been added since
+        ids, others = tokenizer.get_vocab(), other.get_vocab()
+        common = sum(others.get(token) == index for token, index in ids.items())
+        known[other] = (*sizes, common >= SAME_VOCABULARY * min(len(ids), len(others)))
+    return known[other][2]
 
 
 # Arguments of `generate` that reach a decoding method and are handled by name.

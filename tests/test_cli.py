@@ -316,6 +316,24 @@ def test_a_folder_without_a_model(capsys, tmp_path):
     assert len(err.splitlines()) == 1
 
 
+def test_an_assistant_with_another_tokenizer(capsys, folder, tmp_path, model, tokenizer):
+    """`auto` translates its drafts; the demo and the profile hand both tokenizers over likewise."""
+    letters = {token: i for i, token in enumerate(sorted(bytes_to_unicode().values(), reverse=True))}
+    backend = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend).save_pretrained(tmp_path)
+    model.save_pretrained(tmp_path)
+    assistant = ["--assistant-model", str(tmp_path), "--model", folder, "--no-fallback"]
+    assert cli.main(["generate", PROMPT, *assistant, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == plain_text(model, tokenizer, PROMPT, do_sample=False)
+    assert result["stats"]["drafter"] == "universal"
+    assert cli.main(["demo", PROMPT, *assistant, "--json", "--repeats", "1"]) == 0
+    arms = json.loads(capsys.readouterr().out)["arms"]
+    assert {arm["stats"]["drafter"] for arm in arms if arm["stats"]} == {"universal"}
+
+
 def test_an_assistant_for_a_drafter_that_has_no_use_for_it(capsys, folder):
     assert cli.main(["generate", "x", "--drafter", "ngram", "--assistant-model", folder]) == 2
     assert capsys.readouterr().err.startswith("hf-treespec: assistant_model=")

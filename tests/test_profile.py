@@ -127,7 +127,7 @@ def test_more_nodes_are_measured_further(capsys):
 
 def test_an_assistant_drafts(model, assistant):
     inputs = {"prompt": {"input_ids": prompt(), "attention_mask": torch.ones_like(prompt())}}
-    found = profile.measure(model, inputs, {}, assistant, 16, lambda message: None)
+    found = profile.measure(model, inputs, {}, {"assistant_model": assistant}, 16, lambda message: None)
     assert found.drafter == "model"
     assert found.drafting > 0
 

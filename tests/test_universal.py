@@ -25,6 +25,7 @@ from hf_treespec import (
     UnsupportedArgumentError,
 )
 from hf_treespec.drafters.universal import _common
+from hf_treespec.support import same_tokenizer
 from hf_treespec.translation import Translation
 from hf_treespec.verify import Verified
 
@@ -397,6 +398,17 @@ def test_auto_translates_where_the_tokenizers_differ() -> None:
     same = pair("coarse", "coarse")
     text = model.generate(ids, tree_spec=True, assistant_model=random_model("coarse", 1), **same, **GREEDY)
     assert text.tree_spec.drafter == "model"
+
+
+def test_releases_of_one_tokenizer_are_the_same_to_us() -> None:
+    one = tokenizer("coarse")
+    other = PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(one._tokenizer.to_str()))
+    assert same_tokenizer(one, other) and same_tokenizer(one, one)
+    other.add_tokens(["<think>", "</think>"])
+    assert same_tokenizer(one, other) and same_tokenizer(other, one)
+    other.add_tokens([f"<{i}>" for i in range(300)])
+    assert same_tokenizer(one, other)  # what the smaller one has, both have
+    assert not same_tokenizer(one, tokenizer("fine")) and not same_tokenizer(tokenizer("pieces"), one)
 
 
 REFUSED: list[tuple[Any, tuple[str, ...], type[Exception], str]] = [
