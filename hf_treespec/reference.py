@@ -17,7 +17,6 @@ from . import _compat
 from .accept import default_generator
 from .drafters.base import Budget, Commit, DraftContext, Drafter, Prompt
 from .errors import DrafterError
-from .support import ASSISTANT_ARGUMENTS
 from .tree import TokenTree
 
 
@@ -181,7 +180,9 @@ def check_drafter(
     for budget in budgets:
         for sampled in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_k": 20}):
             for ids in (*prompts, prompts[0]):
-                plain_arguments = {k: v for k, v in generate_arguments.items() if k not in ASSISTANT_ARGUMENTS}
+                plain_arguments = {
+                    k: v for k, v in generate_arguments.items() if k not in ("assistant_model", "assistant_tokenizer")
+                }
                 torch.manual_seed(0)
                 plain = target.generate(ids, **common, **sampled, **plain_arguments)
                 torch.manual_seed(0)

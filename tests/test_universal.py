@@ -11,7 +11,14 @@ import pytest
 import tokenizers
 import torch
 from conftest import LLAMA, WIDE_OPEN
-from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedTokenizerFast
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+)
 
 import hf_treespec
 from hf_treespec import (
@@ -294,6 +301,19 @@ def test_the_same_text_from_models_that_speak_noise(target: str, assistant: str)
         text = model.generate(ids, tree_spec=spec, assistant_model=small, **pair(target, assistant), **common)
         assert torch.equal(text, expected)
         assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_an_assistant_with_sliding_windows() -> None:
+    """Its cache is cut back now and then, and its oldest keys may be gone by then."""
+    torch.manual_seed(0)
+    options = {**LLAMA, "vocab_size": len(tokenizer("coarse")), "sliding_window": 8}
+    small = MistralForCausalLM(MistralConfig(**options)).eval()
+    model, ids = reciting("fine"), torch.tensor([encode("fine", TEXT)[:30]])
+    common = {"max_new_tokens": 120, "do_sample": False}
+    spec = {"drafter": UniversalDrafter(min_gain=0.0), **WIDE_OPEN}
+    text = model.generate(ids, tree_spec=spec, assistant_model=small, **pair("fine", "coarse"), **common)
+    assert torch.equal(text, model.generate(ids, **common))
+    assert text.tree_spec.drafted > 500
 
 
 @pytest.mark.parametrize("target, assistant", PAIRS)

@@ -98,6 +98,31 @@ def test_cache_after_each_round_equals_a_fresh_prefill(family: str) -> None:
     assert rounds.result.tolist() == text.tolist()
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_shortened_cache_is_that_of_the_shorter_text(family: str) -> None:
+    """After a tree that was never kept, too; positions follow."""
+    model, ids = target(family), prompt(20)
+    with tree_attention_on(model):
+        verifier = prefilled(model, ids)
+        for length in (16, 11, 3):
+            verifier.forward(random_tree(int(ids[0, -1]), 7, length))
+            assert verifier.cache.shorten(length)
+            assert verifier.cache.get_seq_length() == length and verifier.cache.lengths.tolist() == [length]
+            tree = random_tree(int(ids[0, length]), 9, length)
+            logits = verifier.forward(tree).logits[0]
+            verifier.cache.truncate()
+            expected = path_logits(model, ids[:, : length + 1], tree)
+            torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0)
+
+
+def test_a_cache_is_not_shortened_into_what_a_sliding_layer_has_dropped() -> None:
+    cache = prefilled(target("gemma3"), prompt(20)).cache  # 19 tokens, of which the window's layer holds 7
+    assert not cache.shorten(12)
+    assert cache.filled == cache.get_seq_length() == 19
+    assert cache.shorten(13)
+    assert cache.filled == cache.get_seq_length() == 13
+
+
 def test_a_sliding_layer_drops_old_keys_and_stays_exact(monkeypatch: Any) -> None:
     """Buffers of a sliding layer move instead of growing with the text."""
     monkeypatch.setattr(cache, "MIN_GROWTH", 8)
