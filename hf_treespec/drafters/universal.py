@@ -1,4 +1,4 @@
-"""`universal`: trees from a causal LM with a tokenizer of its own (after universal assisted generation, Moshe et al. 2024).
+"""`universal`: trees from a causal LM with a tokenizer of its own (universal assisted generation, Korat et al. 2024).
 
 The assistant reads the text in its own tokens and drafts a tree of them, as the drafter `model` does; `translation.py`
 turns each path into the target's tokens and merges the paths into one tree. The text stays the target's own, greedy and
