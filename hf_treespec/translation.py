@@ -6,8 +6,8 @@
 
 Going over to the assistant is free: it may read any tokens. Coming back is not, since the target's committed tokens stand:
 a drafted path counts only where the target's tokenizer, given the end of the committed text and the path, writes the
-committed tokens again and then others. (Universal assisted generation, Korat et al. 2024; as string-level exact match in
-Timor et al. 2025, arXiv 2502.05202. What they do for a chain is done here for every path of a tree.)
+committed tokens again and then others. (Universal assisted generation, Intel Labs and Hugging Face 2024; string-level exact
+match in Timor et al. 2025, arXiv 2502.05202. What they do for a chain is done here for every path of a tree.)
 
 Texts are never tokenised from their start: a window of the last tokens is written again, and must come out as it went in.
 Special tokens end a window. One that both tokenizers have goes over as it is; others are nothing to the assistant.

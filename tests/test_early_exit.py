@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -175,6 +176,17 @@ def test_the_target_may_run_while_a_view_does() -> None:
             pass
         assert implementation(model) == NAME
     assert implementation(model) == implementation(view) == "sdpa"
+
+
+def test_threads_share_a_target() -> None:
+    """One drafts with its layers, one decodes plainly, one in trees of another drafter."""
+    model = deep("llama", fresh=True)
+    expected = model.generate(prompt(20), **GREEDY)
+    calls: list[Any] = [{"tree_spec": s} for s in ("early_exit", False, "union", "early_exit")]
+    with ThreadPoolExecutor(len(calls)) as pool:
+        texts = list(pool.map(lambda call: [model.generate(prompt(20), **call, **GREEDY) for _ in range(6)], calls))
+    assert all(torch.equal(text, expected) for several in texts for text in several)
+    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"sdpa"}
 
 
 def test_nothing_keeps_the_target_alive() -> None:

@@ -122,8 +122,8 @@ def candidates(count: int) -> list[tuple[int, ...]]:
 def choose_layers(target: PreTrainedModel, ids: torch.Tensor) -> tuple[int, ...]:
     """The candidate that promises most tokens in the time of a target's pass, judged by its predictions on a text.
 
-    It costs one forward of the target and one of each candidate over `ids`: less than five forwards of the target over
-    at most `MOST_TOKENS` tokens, and no more memory than the prompt's own forward with all its logits.
+    It costs one forward of the target and one of each candidate over `ids`: about as much as five forwards of the target
+    (never more than seven) over at most `MOST_TOKENS` tokens, and the memory of their logits.
 
     Args:
         ids: (1, T) int64, a text without padding.

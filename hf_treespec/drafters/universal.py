@@ -1,5 +1,6 @@
-"""`universal`: trees from a causal LM with a tokenizer of its own (universal assisted generation, Korat et al. 2024).
+"""`universal`: trees from a causal LM with a tokenizer of its own.
 
+The name is that of transformers' universal assisted generation (Intel Labs and Hugging Face 2024), which drafts chains.
 The assistant reads the text in its own tokens and drafts a tree of them, as the drafter `model` does; `translation.py`
 turns each path into the target's tokens and merges the paths into one tree. The text stays the target's own, greedy and
 sampled, since what is accepted never depends on who drafted. What is lost is the coupling: the target's sampling noise
