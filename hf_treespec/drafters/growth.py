@@ -76,10 +76,6 @@ class Growth:
         depths = [self.depths[n] for n in nodes]
         values, tokens = children(self.context, scores, depths, self.budget.max_children, self.vocabulary)
         for node, row_values, row_tokens in zip(nodes, values, tokens, strict=True):
-        scores = coupled(scores, [self.depths[n] for n in nodes], self.context.noise, self.vocabulary)
-        values, places = scores.topk(min(self.budget.max_children, scores.shape[1]), dim=-1)
-        tokens = places if self.vocabulary is None else self.vocabulary[places]
-        for node, row_values, row_tokens in zip(nodes, values.exp().tolist(), tokens.tolist(), strict=True):
             for value, token in zip(row_values, row_tokens, strict=True):
                 if value > 0:
                     self._add(node, token, min(1.0, value) * self.scores[node])
@@ -126,6 +122,8 @@ def children(
     values, places = scores.topk(min(count, scores.shape[1]), dim=-1)
     tokens = places if vocabulary is None else vocabulary[places]
     return values.exp().tolist(), tokens.tolist()
+
+
 def coupled(
     scores: torch.Tensor, depths: Sequence[int], noise: NoiseWindow | None, vocabulary: torch.Tensor | None = None
 ) -> torch.Tensor:
