@@ -16,8 +16,6 @@ from transformers import PreTrainedModel
 import hf_treespec
 from hf_treespec import Budget, CheckpointError, DFlashDrafter, DrafterError, _compat, load_drafter
 from hf_treespec.accept import NoiseWindow
-from hf_treespec.drafters.dflash import best_paths
-from hf_treespec.drafters.growth import coupled
 
 if _compat.dflash_cache() is None:
     pytest.skip("this transformers has no DFlash drafters (since 5.15)", allow_module_level=True)
@@ -64,7 +62,10 @@ def test_the_tree_holds_the_best_of_all_paths(do_sample: bool) -> None:
     ids = prompt(14)[0].tolist()
     noise = NoiseWindow((1, VOCAB), torch.device("cpu")) if do_sample else None
     tree = draft(begun(DFlashDrafter(model), target, ids, do_sample), ids, BUDGET, noise)
-    tops = coupled(block(target, model, ids).log(), range(4), noise).exp().topk(3)
+    chances = block(target, model, ids)
+    if noise is not None:  # the target's own draws, a depth each
+        chances = (chances / torch.cat([noise.peek(depth) for depth in range(4)])).log().softmax(-1)
+    tops = chances.topk(3)
     every = {}
     for depth in range(1, 5):
         for ranks in itertools.product(range(3), repeat=depth):
@@ -73,13 +74,6 @@ def test_the_tree_holds_the_best_of_all_paths(do_sample: bool) -> None:
     best = sorted(every.values(), reverse=True)[: BUDGET.max_nodes]
     assert sorted(scored(tree).values(), reverse=True) == pytest.approx(best, abs=1e-4)
     assert all(every[path] == pytest.approx(score, abs=1e-4) for path, score in scored(tree).items())
-
-
-def test_best_paths_keep_limits_and_stop_where_nothing_is_left() -> None:
-    tokens, chances = [[7, 8], [9]], [[0.6, 0.4], [1.0000001]]
-    assert scored(best_paths(5, tokens, chances, 3)) == pytest.approx({(7,): 0.6, (7, 9): 0.6, (8,): 0.4})
-    assert scored(best_paths(5, tokens, chances, 30)) == pytest.approx({(7,): 0.6, (7, 9): 0.6, (8,): 0.4, (8, 9): 0.4})
-    assert len(best_paths(5, [[7, 8]], [[1.0, 0.0]], 9)) == 2
 
 
 @pytest.mark.parametrize("do_sample", [False, True])

@@ -383,6 +383,15 @@ def test_a_head_is_no_causal_lm_whatever_it_calls_itself(layout: str, prefix: st
     assert not _formats["causal-lm"].recognises(Checkpoint.open(tmp_path))
 
 
+def test_a_model_with_medusa_heads_is_no_plain_one(tmp_path: Path, llama: PreTrainedModel) -> None:
+    llama.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    heads = {"medusa_head.0.0.linear.weight": torch.zeros(32, 32), "medusa_head.0.0.linear.bias": torch.zeros(32)}
+    heads["medusa_head.0.1.weight"] = torch.zeros(61, 32)
+    save_file({**tensors, **heads}, tmp_path / "model.safetensors")
+    assert inspect_checkpoint(tmp_path).format == "medusa"
+
+
 def test_part_of_a_model_is_no_causal_lm(tmp_path: Path, llama: PreTrainedModel) -> None:
     llama.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")

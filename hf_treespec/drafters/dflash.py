@@ -2,7 +2,7 @@
 
 One forward of the drafting model gives a whole block: position d of it says what stands at depth d, whatever stands
 before. So there is no more to compute for a tree than for a chain: the score of a path is the product of its tokens'
-probabilities, each at its position, and a heap finds the best paths.
+probabilities, each at its position, and a heap finds the best paths (`positions.py`).
 
     block     root   m     m     m           root   1: a .6  b .3   2: c .5  d .4   3: e .9
                 ↓    ↓     ↓     ↓           best first: a .6  ac .30  b .3  ace .27  ad .24  …
@@ -17,7 +17,6 @@ Legend: B positions of a block with the root, V vocabulary, q the drafter's prob
 from __future__ import annotations
 
 import copy
-import heapq
 from typing import Any
 
 import torch
@@ -28,8 +27,9 @@ from ..errors import CheckpointError, DrafterError
 from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt, register_drafter
 from .checkpoint import Checkpoint, Format, pretrained, register_format
-from .growth import coupled, draft_warpers, log_q
+from .growth import draft_warpers, log_q
 from .head import HeadDrafter, Pairs, check_target
+from .positions import best_first
 
 
 @register_drafter("dflash")
@@ -81,11 +81,7 @@ class DFlashDrafter(HeadDrafter):
         block = self.model.config.block_size
         if self._limit is not None and self._unread.position + len(self._unread.tokens) + block > self._limit:
             return TokenTree.root_only(context.last_token)  # beyond what the drafting model can read
-        depth = min(block - 1, budget.max_depth)
-        scores = self._block(context.last_token)[:depth]
-        scores = coupled(scores, range(depth), context.noise)
-        values, tokens = scores.topk(min(budget.max_children, scores.shape[1]), dim=-1)
-        return best_paths(context.last_token, tokens.tolist(), values.exp().tolist(), budget.max_nodes)
+        return best_first(context, self._block(context.last_token), budget)
 
     @torch.no_grad()
     def _block(self, root: int) -> torch.Tensor:
@@ -105,36 +101,6 @@ class DFlashDrafter(HeadDrafter):
         self._cache.crop(-config.block_size)
         states = outputs.last_hidden_state[0, 1:].to(self._head_device, self._head_dtype)
         return log_q(self._head(states), self._warpers)
-
-
-def best_paths(root: int, tokens: list[list[int]], chances: list[list[float]], size: int) -> TokenTree:
-    """The `size` likeliest paths where the chance of a token depends on its depth alone.
-
-    Args:
-        tokens: by depth - 1, the tokens that may stand there, the likeliest first.
-        chances: of these tokens.
-    """
-    chosen, parents, scores, depths = [root], [-1], [1.0], [0]
-    # (-score, order, parent, rank); a node brings its first child and its next sibling, so the heap stays small
-    heap: list[tuple[float, int, int, int]] = []
-
-    def offer(parent: int, rank: int) -> None:
-        depth = depths[parent]
-        if depth < len(tokens) and rank < len(tokens[depth]) and chances[depth][rank] > 0:
-            score = scores[parent] * min(1.0, chances[depth][rank])
-            heapq.heappush(heap, (-score, len(chosen), parent, rank))
-
-    offer(0, 0)
-    while heap and len(chosen) <= size:
-        negative, _, parent, rank = heapq.heappop(heap)
-        depth = depths[parent]
-        chosen.append(tokens[depth][rank])
-        parents.append(parent)
-        scores.append(-negative)
-        depths.append(depth + 1)
-        offer(parent, rank + 1)
-        offer(len(chosen) - 1, 0)
-    return TokenTree(chosen, parents, scores)
 
 
 def _bare_embedding(target: PreTrainedModel) -> Any:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from transformers import LogitsProcessorList, SuppressTokensLogitsProcessor
 
-from ..accept import HISTORY_FREE, NoiseWindow
+from ..accept import HISTORY_FREE
 from ..errors import DrafterError
 from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt
@@ -122,17 +122,6 @@ def children(
     values, places = scores.topk(min(count, scores.shape[1]), dim=-1)
     tokens = places if vocabulary is None else vocabulary[places]
     return values.exp().tolist(), tokens.tolist()
-
-
-def coupled(
-    scores: torch.Tensor, depths: Sequence[int], noise: NoiseWindow | None, vocabulary: torch.Tensor | None = None
-) -> torch.Tensor:
-    """log q of what follows nodes at `depths`, (n, Vq), shifted by the target's noise for their children."""
-    if noise is None:
-        return scores
-    draws = torch.cat([noise.peek(depth) for depth in depths]).to(scores.device)
-    draws = draws[:, : scores.shape[1]] if vocabulary is None else draws[:, vocabulary]
-    return torch.log_softmax(scores - draws.log(), dim=-1)
 
 
 class Slots:

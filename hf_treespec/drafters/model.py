@@ -147,7 +147,8 @@ class CausalLmFormat(Format):
         if not isinstance(kind, type) or not issubclass(kind, GenerationMixin) or _compat.reads_shared_kv(kind):
             return False
         parts = [name.split(".") for name in checkpoint.shapes]
-        if any({"fc", "midlayer"} & {*path[:2]} for path in parts):  # an EAGLE head calls itself LlamaForCausalLM too
+        # an EAGLE head calls itself LlamaForCausalLM too, and so does a model with Medusa's heads beside its own
+        if any({"fc", "midlayer"} & {*path[:2]} or path[0].startswith(("medusa", "hydra")) for path in parts):
             return False
         layers = {next((part for part in path if part.isdigit()), "") for path in parts} - {""}
         embeds = any("emb" in part or part == "wte" for path in parts for part in path)
