@@ -202,8 +202,8 @@ def drafter_class(name: str) -> type[Drafter]:
     Raises:
         DrafterError: no such drafter.
     """
-    known = drafter_names()
-    if name not in _registry:
+    # installed packages are looked for, which takes milliseconds, only where the name is not known
+    if name not in _registry and name not in (known := drafter_names()):
         near = difflib.get_close_matches(name, known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise DrafterError(f"there is no drafter {name!r}; known are {', '.join(known)}.{hint}")
