@@ -29,6 +29,7 @@ import torch
 from . import __version__, datastore_cli, demo, drafters, profile, profile_view, terminal
 from .datastore import Datastore
 from .demo_model import HUB_ID
+from .detokenizer import Detokenizer
 from .drafters.base import drafter_class
 from .errors import TreeSpecError
 from .integration import resolve
@@ -267,7 +268,7 @@ def run_generate(args: argparse.Namespace) -> int:
     sampling |= loaded.helper()
     began = time.perf_counter()
     rounds = stream(loaded.model, tree_spec=options, **inputs, **sampling, max_new_tokens=args.max_new_tokens)
-    text = terminal.Detokenizer(loaded.tokenizer)
+    text = Detokenizer(loaded.tokenizer)
     as_json = args.json or args.rounds
     safe = terminal.inert if sys.stdout.isatty() else str
     for record in rounds:
