@@ -34,7 +34,7 @@ from hf_treespec import RoundRecord, Stream, TreeSpecError, UnsupportedModelErro
 logger = logging.getLogger("hf_treespec.app")
 
 ARMS = ("tree", "chain", "plain")
-WARM_UP_TOKENS = 48
+WARM_UP_TOKENS, SETTLING_TOKENS = 48, 3
 # A run that waits for another one to let go of the models: it has at most one round to finish.
 LOCK_SECONDS = 20.0
 
@@ -223,6 +223,7 @@ class Engine:
         yield Started(settings, order, {**target.facts(), "prompt_tokens": length})
         texts: dict[str, list[int]] = {arm: [] for arm in order}
         finished: list[str] = []
+        self._settle(target, inputs, settings)
         for arm in order:
             run = _plain if arm == "plain" else _speculative
             with (
@@ -241,6 +242,15 @@ class Engine:
         best = texts.get("tree") or max(texts.values(), key=len)
         text = str(target.tokenizer.decode(best, skip_special_tokens=True))
         yield Finished("done" if len(finished) == len(order) else "limit", same, text)
+
+
+    def _settle(self, target: Target, inputs: dict[str, Any], settings: Settings) -> None:
+        """A few tokens that nobody counts: whoever goes first must not pay for threads and pages that lie idle."""
+        few = dataclasses.replace(settings, new_tokens=SETTLING_TOKENS)
+        with hf_treespec.fresh_tables(target.model):
+            for arm, run in (("tree", _speculative), ("plain", _plain)):
+                for _ in run(target, arm, inputs, few, self.assistant, []):
+                    pass
 
 
 def _shared(settings: Settings) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 PROMPT = (
     "Fix the typos in this text:\n\n"
     "The Sun is a star. The Sun is the closest star to teh Earth. The Earth goes around the Sun once a year, and the "
-    "Moon goes arround the Earth once a month. Without the Sun there woud be no light on teh Earth."
+    "Moon goes arround the Earth once a month. Without the Sun there woud be no light on teh Earth, no light on the "
+    "Moon and no life on the Earth."
 )
 EXAMPLES = {
     "Fix typos": PROMPT,
@@ -64,7 +65,7 @@ class Settings:
     drafter: str = "union"
     new_tokens: int = 64
     nodes: int = 24
-    depth: int = 8
+    depth: int = 5
     children: int = 3
     sized: bool = True
     temperature: float = 0.0

@@ -88,7 +88,7 @@ def build(engine: Engine, first: str, race: Any = None) -> gr.Blocks:
                     defaults.prompt, label="Prompt", lines=5, max_lines=9, max_length=limits.prompt_characters, elem_id="prompt"
                 )
                 with gr.Row(elem_id="examples"):
-                    shortcuts = [gr.Button(name, size="sm", min_width=60) for name in EXAMPLES]
+                    shortcuts = [gr.Button(name, size="sm", min_width=110) for name in EXAMPLES]
                 with gr.Row():
                     go = gr.Button("Run", variant="primary", elem_id="go", min_width=110)
                     stop = gr.Button("Stop", elem_id="stop", min_width=80)

@@ -20,7 +20,7 @@ function showHeadline(root, race) {
   root.querySelector('.ts-tokens').textContent = lanes.tree.forwards > 1 ? perRound(lanes.tree).toFixed(2) : '–';
 }
 
-const ARM_NAMES = { tree: 'tree', chain: 'chain', plain: 'plain' };
+const ARM_SHAPES = { tree: 'many branches', chain: 'one branch', plain: 'no guesses' };
 
 // The lanes at a time of the race's clock (milliseconds), or as far as they are.
 function showLanes(root, race, clock) {
@@ -32,7 +32,9 @@ function showLanes(root, race, clock) {
     if (!row) {
       row = htmlElement('div', `ts-lane ${arm}`, undefined, holder);
       row.setAttribute('role', 'listitem');
-      htmlElement('b', '', ARM_NAMES[arm], row);
+      const name = htmlElement('span', 'name', undefined, row);
+      htmlElement('b', '', arm, name);
+      htmlElement('small', '', ARM_SHAPES[arm], name);
       htmlElement('div', 'fill', undefined, htmlElement('div', 'track', undefined, row));
       htmlElement('span', 'value', undefined, row);
     }
@@ -102,7 +104,7 @@ function showTimes(root, rounds, now, pick) {
   const sum = part => bars.reduce((a, round) => a + round.seconds[part], 0), all = sum('draft') + sum('verify') + sum('host');
   const share = part => `${part} ${Math.round(100 * sum(part) / all)} %`;
   const round = bars.find(r => r.index === now);
-  note.textContent = `${share('verify')} (bottom), ${share('host')}, ${share('draft')} (top).` + (round ? ` Round ${round.index}: ${(1000 * totalSeconds(round)).toFixed(1)} ms.` : '');
+  note.textContent = `Bottom to top: ${share('verify')}, ${share('host')}, ${share('draft')}.` + (round ? ` Round ${round.index} took ${(1000 * totalSeconds(round)).toFixed(1)} ms.` : '');
 }
 
 function showDepths(root, rounds) {
@@ -133,9 +135,8 @@ function showSizing(root, round, sized) {
   const label = (px, py, text, anchor) => { svgElement('text', { x: px, y: py, 'text-anchor': anchor }, svg).textContent = text; };
   label(0, height + 13, '0', 'start');
   label(width, height + 13, `${most} guesses`, 'end');
-  label(Math.min(width - 90, x(curves.nodes) + 6), 10, `${curves.nodes} checked`, 'start');
-  label(width - 4, Math.max(22, y(curves.gain[most]) - 6), 'promised', 'end');
-  label(width - 4, Math.min(height - 4, y(curves.price[most]) + 14), 'price', 'end');
+  const left = curves.nodes < most / 2; // the label stands where there is room
+  label(x(curves.nodes) + (left ? 6 : -6), 9, `${curves.nodes} checked`, left ? 'start' : 'end');
 }
 
 function showFacts(root, race) {

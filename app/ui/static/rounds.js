@@ -205,7 +205,8 @@ function sizingSentence(round, sized) {
     const best = `The ${plural(most, 'guess')} promised ${gain[most].toFixed(2)} tokens and would have cost ${price[most].toFixed(2)} tokens’ worth of time`;
     return affordable === 0 ? `${best}; earlier losses leave nothing to spend. Decoded plainly.` : `${best}. No part of the tree pays. Decoded plainly.`;
   }
-  const head = `${nodes} of ${plural(most, 'guess')} checked: they promise ${gain[nodes].toFixed(2)} tokens for ${price[nodes].toFixed(2)} tokens’ worth of time.`;
+  const cost = price[nodes] < 0.005 ? 'and cost no more time here than one' : `for ${price[nodes].toFixed(2)} tokens’ worth of time`;
+  const head = `${nodes} of ${plural(most, 'guess')} checked: they promise ${gain[nodes].toFixed(2)} tokens ${cost}.`;
   if (nodes === most) return `${head} All of them pay.`;
   if (nodes === affordable) return `${head} More might pay, but earlier gains do not cover the risk.`;
   return `${head} The rest would bring less than they cost.`;

@@ -3,10 +3,12 @@
 
 const PACE = { grow: 340, step: 110, check: 520, rest: 900 }; // milliseconds at speed 1
 
+const HINT = 'Point at a token, or reach it with Tab and the arrow keys, to see its chances.';
+
 function createView(element) {
   const root = element.querySelector('.ts'), $ = selector => root.querySelector(selector);
   const svg = $('.ts-svg'), still = matchMedia('(prefers-reduced-motion: reduce)');
-  let race = null, rounds = [], shown = -1, playing = true, timers = [], told = 0, raceFrame = 0, outline = false, stopped = null;
+  let race = null, rounds = [], shown = -1, playing = true, timers = [], told = 0, raceFrame = 0, outline = false, stopped = null, measured = {};
 
   const later = (milliseconds, action) => timers.push(setTimeout(() => { if (root.isConnected) action(); }, milliseconds));
   const halt = () => { timers.forEach(clearTimeout); timers = []; };
@@ -26,11 +28,21 @@ function createView(element) {
   }
 
   function fit({ width, height }) {
-    const box = $('.ts-stage'), scale = outline ? 1 : Math.min(1.25, Math.max(0.72, Math.min((box.clientWidth - 2) / width, (box.clientHeight - 2) / height)));
+    const box = $('.ts-stage');
+    box.style.height = `${stageHeight()}px`;
+    const inner = stageHeight() - 2, scale = outline ? 1 : Math.min(1.25, Math.max(0.72, Math.min((box.clientWidth - 2) / width, inner / height)));
     svg.setAttribute('width', Math.round(width * scale));
     svg.setAttribute('height', Math.round(height * scale));
-    svg.style.margin = outline ? '0' : `${Math.max(0, (box.clientHeight - 2 - height * scale) / 2)}px ${Math.max(0, (box.clientWidth - 2 - width * scale) / 2)}px 0`;
+    svg.style.margin = outline ? '0' : `${Math.max(0, (inner - height * scale) / 2)}px ${Math.max(0, (box.clientWidth - 2 - width * scale) / 2)}px 0`;
     box.scrollTo(0, 0);
+  }
+
+  function stageHeight() { // one for all rounds so far, or the page would jump
+    if (measured.count !== rounds.length || measured.outline !== outline) {
+      const tall = rounds.map(round => placeNodes(layoutRound(round, '', outline), outline).height);
+      measured = { count: rounds.length, outline, height: Math.min(outline ? 460 : 430, Math.max(180, ...tall) + 8) };
+    }
+    return measured.height;
   }
 
   function draw(at) {
@@ -39,13 +51,14 @@ function createView(element) {
     const drawn = drawTree(svg, round, joined(rounds.slice(0, at)), outline);
     fit(drawn);
     svg.setAttribute('aria-label', roundSentence(round));
-    $('.ts-detail').textContent = whyTree(round) || 'Point at a token, or reach it with Tab and the arrow keys, to see its chances.';
+    $('.ts-detail').textContent = HINT;
   }
 
   function settle(at) { // the round as it ended
     stage('keep');
     const round = rounds[at];
     $('.ts-sentence').textContent = roundSentence(round);
+    $('.ts-detail').textContent = whyTree(round) || HINT;
     say(roundSentence(round));
     showText(root, rounds, round.index, playing && !still.matches);
   }
@@ -129,6 +142,7 @@ function createView(element) {
     cancelAnimationFrame(raceFrame);
     rounds = [];
     shown = -1;
+    measured = {};
     setPlaying(true);
     svg.replaceChildren();
     svg.setAttribute('aria-label', 'No round yet');
