@@ -27,7 +27,7 @@ from document import Document
 from settings import Limits
 from ui import layout
 
-RECORDED = FOLDER / "static_space" / "traces" / "typos.json"
+RECORDED = FOLDER / "static_space" / "traces" / "fix-typos.json"
 
 
 def first_document() -> str:
