@@ -3,7 +3,7 @@
     {"v": 1, "run", "seq", "phase", "note", "settings", "order", "facts", "same_text", "text",
      "lanes": {arm: {"tokens", "seconds", "forwards", "finished", "marks": [[milliseconds, tokens], ...]}},
      "rounds": [{"index", "ids", "texts", "parents", "scores", "target", "ranks", "kept", "bonus", "pieces", "seconds",
-                 "sizing"}, ...]}
+                 "sizing", "cut": {"texts", "parents", "scores"}}, ...]}
 
 It travels as a string: a page that is handed a nested value copies and compares it several times at each update. While a
 race runs, a document carries its last rounds only, and everything again at the end; each can be shown by itself, and

@@ -57,6 +57,8 @@ class Round:
         pieces: of the text, one for each committed token: the drafted ones, then the target's own.
         seconds: "draft", "verify" and "host".
         sizing: gain and price by nodes, see `hf_treespec.Sizing`; None where nothing was sized.
+        cut: drafted nodes that were not worth checking: "texts", "parents" and "scores". They are numbered on from the
+            other nodes.
     """
 
     index: int
@@ -71,6 +73,7 @@ class Round:
     pieces: list[str]
     seconds: dict[str, float]
     sizing: dict[str, Any] | None
+    cut: dict[str, list[Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +315,7 @@ class RoundViews:
     def round(self, record: RoundRecord, rounds: Stream) -> Round:
         assert record.target_probability is not None and record.target_rank is not None
         ids, parents = record.tokens.tolist(), record.parents.tolist()
-        scores = [round(score, 4) for score in record.scores.tolist()]
+        scores, cut = self._drafted(record)
         kept = record.path[1:]
         if record.bonus is not None:
             ids, parents, scores = [*ids, record.bonus], [*parents, record.path[-1]], [*scores, 0.0]
@@ -335,7 +338,32 @@ class RoundViews:
             pieces=pieces,
             seconds={part: round(value, 6) for part, value in record.seconds.items()},
             sizing=None if record.sizing is None else dataclasses.asdict(record.sizing),
+            cut=cut,
         )
+
+    def _drafted(self, record: RoundRecord) -> tuple[list[float], dict[str, list[Any]]]:
+        """The drafter's own scores of the verified nodes, and the nodes that were cut."""
+        scores = [round(score, 4) for score in record.scores.tolist()]
+        cut: dict[str, list[Any]] = {"texts": [], "parents": [], "scores": []}
+        if record.draft is None:
+            return scores, cut
+        first = len(record.tokens) + (record.bonus is not None)  # the number of the first one that was cut
+        verified, place = record.tree, {0: 0}
+        tokens, parents = record.draft.tokens[0].tolist(), record.draft.parents[0].tolist()
+        for node, score in enumerate(record.draft.scores[0].tolist()):
+            if not node:
+                continue
+            above = place[parents[node]]
+            found = verified.child(above, tokens[node]) if above < first else None
+            if found is None:
+                place[node] = first + len(cut["texts"])
+                cut["texts"].append(self._word(tokens[node]))
+                cut["parents"].append(above)
+                cut["scores"].append(round(score, 4))
+            else:
+                place[node] = found
+                scores[found] = round(score, 4)
+        return scores, cut
 
     def _word(self, token: int) -> str:
         if token not in self._known:

@@ -230,7 +230,8 @@ class Decoding:
         if self.sizer is not None and drafted is not None and len(drafted) > 1:
             context = self.cache.filled - len(commit.path[0])
             sizing = self.sizer.explain(drafted, context, nodes=len(commit.verified.tree) - 1)
-        return {"target_probability": probability, "target_rank": rank, "sizing": sizing}
+        draft = drafted if drafted is not None and len(drafted) > 1 else None
+        return {"target_probability": probability, "target_rank": rank, "sizing": sizing, "draft": draft}
 
     # ---------------------------------------------------------------- around them
 

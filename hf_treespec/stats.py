@@ -56,6 +56,8 @@ class RoundRecord:
             parent, of raw logits (temperature 1); 1 for the root. The bonus, where there is one, comes last. None else.
         target_rank: likewise, how many tokens the target thought likelier; 0 is its first choice.
         sizing: with `detail`, what the round's size was decided by; None where nothing was drafted or sized.
+        draft: with `detail`, the tree as it was drafted, before it was cut, with the drafter's own scores; None where
+            nothing was drafted.
     """
 
     index: int
@@ -69,6 +71,7 @@ class RoundRecord:
     target_probability: list[float] | None = None
     target_rank: list[int] | None = None
     sizing: Sizing | None = None
+    draft: TokenTree | None = None
 
     @property
     def accepted(self) -> int:
@@ -86,7 +89,10 @@ class RoundRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for JSON."""
-        fields = dataclasses.asdict(self)
+        fields = dataclasses.asdict(dataclasses.replace(self, draft=None))
+        if self.draft is not None:
+            arrays = {name: getattr(self.draft, name)[0] for name in ("tokens", "parents", "scores")}
+            fields["draft"] = {name: array.tolist() for name, array in arrays.items()}
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()}
 
 

@@ -105,6 +105,20 @@ def test_sizing_is_that_of_the_round(llama: PreTrainedModel) -> None:
         assert net[drafted] == pytest.approx(max(net[: sizing.affordable + 1]), abs=1e-4)  # it compares in float32
 
 
+def test_the_whole_draft_is_there_and_what_was_verified_is_part_of_it(llama: PreTrainedModel) -> None:
+    text = llama.generate(prompt(), do_sample=False, max_new_tokens=60)
+    spec = {"drafter": around(text, "wide"), "max_children": 8, "max_nodes": 64}
+    records = list(stream(llama, inputs=prompt(), tree_spec=spec, detail=True, do_sample=False, max_new_tokens=60))
+    assert records[0].draft is None and any(r.draft is not None for r in records)
+    for record in records:
+        if record.draft is None:
+            assert record.drafted == 0
+            continue
+        paths = {tuple(record.draft.tokens[0, record.draft.path(n)]) for n in range(len(record.draft))}
+        assert {tuple(record.tree.tokens[0, record.tree.path(n)]) for n in range(len(record.tokens))} <= paths
+        assert set(record.to_dict()["draft"]) == {"tokens", "parents", "scores"}
+
+
 def test_sizing_is_ready_for_json(llama: PreTrainedModel) -> None:
     rounds = stream(llama, inputs=prompt(), tree_spec="ngram", detail=True, **GREEDY)
     for record in rounds:

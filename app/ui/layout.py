@@ -122,7 +122,7 @@ def build(engine: Engine, first: str, race: Any = None) -> gr.Blocks:
                 gr.Warning(html.escape(wrong), duration=12)
             return [getattr(settings, name) for name in FIELDS]
 
-        page.load(open_link, None, fields, api_visibility="private", show_progress="hidden", queue=False)
+        page.load(open_link, None, fields, api_visibility="private", show_progress="hidden")
         gr.api(
             endpoint(engine, race, turns), api_name="decode", concurrency_limit=1, concurrency_id="model"
         )

@@ -13,7 +13,7 @@ text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#17202c
 .root rect{fill:#17202c;stroke:#17202c;stroke-dasharray:none}.root text{fill:#fff}
 .kept rect{fill:#d7f2ec;stroke:#0b7f73;stroke-width:2.2;stroke-dasharray:none}.kept .m{fill:#0b7f73;opacity:1}
 .own rect{fill:#fdeadb;stroke:#b4470b;stroke-width:2.2;stroke-dasharray:none}.own .m{fill:#b4470b;opacity:1}
-.dropped{opacity:.4}.e{fill:none;stroke:#8b95a3;stroke-width:1.3}.ekept{fill:none;stroke:#0b7f73;stroke-width:3}
+.dropped{opacity:.4}.cut{opacity:.28}.ecut{fill:none;stroke:#8b95a3;opacity:.2}.e{fill:none;stroke:#8b95a3;stroke-width:1.3}.ekept{fill:none;stroke:#0b7f73;stroke-width:3}
 .eown{fill:none;stroke:#b4470b;stroke-width:3}.edropped{fill:none;stroke:#8b95a3;opacity:.3}
 .tk{fill:#0b7f73}.to{fill:#b4470b}`;
 
@@ -53,12 +53,12 @@ function exportRound(round, before, from, to) {
     const grown = own ? keepAt + 0.1 * order : from + 0.09 * item.depth, turn = keepAt + 0.1 * order;
     if (item.node) {
       const path = edgePath(places.get(item.parent), place, false);
-      parts.unshift(`<path class="${own ? 'eown' : 'e'}" opacity="0" d="${path}">${span(grown, to, 0.25)}${own ? '' : become('e' + state, turn, to)}</path>`);
+      parts.unshift(`<path class="${own ? 'eown' : 'e'}" opacity="0" d="${path}">${span(grown, to, 0.25)}${own ? '' : become('e' + state, state === 'cut' ? keepAt - 0.3 : turn, to)}</path>`);
     }
     const mark = state === 'kept' || own ? `<tspan class="m">${own ? '◆' : '✓'} </tspan>` : '';
     parts.push(`<g transform="translate(${number(place.x)} ${number(place.y)})"><g class="n${own ? ' own' : state === 'root' ? ' root' : ''}" opacity="${item.node ? 0 : 1}">`
-      + (item.node ? span(grown, to, 0.25) : '') + (state === 'kept' || state === 'dropped' ? become(`n ${state}`, turn, to) : '')
-      + `<rect y="-14" width="${number(place.width)}" height="28" rx="${state === 'kept' || state === 'dropped' ? 7 : 14}"/><text x="11" style="font-size:12px">${mark}${item.space ? '·' : ''}${xml(item.shown)}</text></g></g>`);
+      + (item.node ? span(grown, to, 0.25) : '') + (state === 'kept' || state === 'dropped' || state === 'cut' ? become(`n ${state}`, state === 'cut' ? keepAt - 0.3 : turn, to) : '')
+      + `<rect y="-14" width="${number(place.width)}" height="28" rx="${own || state === 'root' ? 14 : 7}"/><text x="11" style="font-size:12px">${mark}${item.space ? '·' : ''}${xml(item.shown)}</text></g></g>`);
   }
   return `<g visibility="hidden">${span(from, to)}<text class="s" x="20" y="0" style="font-weight:600;font-size:15px">${xml(roundSentence(round))}</text>`
     + `<g transform="translate(${number(left)} ${number(top + 20)}) scale(${number(scale)})">${parts.join('')}</g></g>`;

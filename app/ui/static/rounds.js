@@ -69,6 +69,14 @@ const joined = rounds => rounds.map(round => round.pieces.join('')).join('');
 
 // ---------------------------------------------------------------- one round
 
+// Nodes: those that were checked, the root first; the target's own token, where there is one; those that were cut away.
+const cutCount = round => round.cut ? round.cut.texts.length : 0;
+const nodeCount = round => round.ids.length + cutCount(round);
+const isCut = (round, node) => node >= round.ids.length;
+const textOf = (round, node) => isCut(round, node) ? round.cut.texts[node - round.ids.length] : round.texts[node];
+const parentOf = (round, node) => isCut(round, node) ? round.cut.parents[node - round.ids.length] : round.parents[node];
+const scoreOf = (round, node) => isCut(round, node) ? round.cut.scores[node - round.ids.length] : round.scores[node];
+
 const drafted = round => round.ids.length - 1 - (round.bonus ? 1 : 0);
 const bonusNode = round => round.bonus ? round.ids.length - 1 : -1;
 const totalSeconds = round => round.seconds.draft + round.seconds.verify + round.seconds.host;
@@ -76,21 +84,22 @@ const totalSeconds = round => round.seconds.draft + round.seconds.verify + round
 function stateOf(round, node) {
   if (node === 0) return 'root';
   if (node === bonusNode(round)) return 'own';
+  if (isCut(round, node)) return 'cut';
   return round.kept.includes(node) ? 'kept' : 'dropped';
 }
 
 // The drafter's chance of a node after its parent.
 function draftChance(round, node) {
-  const above = round.scores[round.parents[node]];
-  return above > 0 ? Math.min(1, round.scores[node] / above) : 0;
+  const above = scoreOf(round, parentOf(round, node));
+  return above > 0 ? Math.min(1, scoreOf(round, node) / above) : 0;
 }
 
 // Children by node, the likeliest drafted first, the target's own token last.
 function childrenOf(round) {
-  const children = round.ids.map(() => []);
-  for (let node = 1; node < round.ids.length; node++) children[round.parents[node]].push(node);
+  const children = Array.from({ length: nodeCount(round) }, () => []);
+  for (let node = 1; node < children.length; node++) children[parentOf(round, node)].push(node);
   const own = bonusNode(round);
-  for (const list of children) list.sort((a, b) => (a === own) - (b === own) || round.scores[b] - round.scores[a] || a - b);
+  for (const list of children) list.sort((a, b) => (a === own) - (b === own) || scoreOf(round, b) - scoreOf(round, a) || a - b);
   return children;
 }
 
@@ -101,9 +110,9 @@ function layoutRound(round, before, outline) {
   let row = -1;
   const visit = (node, depth, first) => {
     if (outline || !first) row += 1;
-    const { space, shown } = node ? tokenLabel(round.texts[node]) : { space: false, shown: textEnd(before) };
-    const mark = node && stateOf(round, node) !== 'dropped' ? 2 : 0;
-    items.push({ node, depth, row, parent: round.parents[node], shown, space, width: 22 + 7.3 * (columns(shown) + (space ? 1 : 0) + mark) });
+    const { space, shown } = node ? tokenLabel(textOf(round, node)) : { space: false, shown: textEnd(before) };
+    const mark = ['kept', 'own'].includes(stateOf(round, node)) ? 2 : 0;
+    items.push({ node, depth, row, parent: parentOf(round, node), shown, space, width: 22 + 7.3 * (columns(shown) + (space ? 1 : 0) + mark) });
     children[node].forEach((child, place) => visit(child, depth + 1, place === 0));
   };
   visit(0, 0, false);
@@ -116,9 +125,11 @@ const plural = (count, word) => `${count} ${word}${count === 1 ? '' : word.endsW
 function roundSentence(round) {
   const tokens = round.pieces.length;
   if (round.index === 0) return 'Reading the prompt gives the first token; drafting begins after it.';
-  if (!drafted(round)) return `Round ${round.index}: no guesses. Here they would cost more than they bring, so the target writes one token plainly.`;
-  const own = round.bonus ? ' + 1 of its own' : '';
-  return `Round ${round.index}: ${plural(drafted(round), 'guess')} checked in one pass, ${round.kept.length} kept${own} = ${plural(tokens, 'token')}.`;
+  if (!drafted(round) && cutCount(round)) return `Round ${round.index}: ${plural(cutCount(round), 'guess')}, none worth checking, so the model writes one token plainly.`;
+  if (!drafted(round)) return `Round ${round.index}: no guesses, which did not pay of late; the model writes one token plainly.`;
+  const own = round.bonus ? ' + 1 of its own' : '', all = drafted(round) + cutCount(round);
+  const checked = cutCount(round) ? `${plural(all, 'guess')}, the best ${drafted(round)} checked` : `${plural(all, 'guess')} checked`;
+  return `Round ${round.index}: ${checked} in one pass, ${round.kept.length} kept${own} = ${plural(tokens, 'token')}.`;
 }
 
 // Where a branch won that the drafter thought second: a chain would have stopped there. "" where none did.
@@ -134,8 +145,9 @@ function whyTree(round) {
 const percent = share => share >= 0.9995 ? '100 %' : share >= 0.0995 ? `${Math.round(100 * share)} %` : share >= 0.001 ? `${(100 * share).toFixed(1)} %` : '< 0.1 %';
 
 function nodeSentence(round, node) {
-  const name = `“${clip(inert(round.texts[node].replace(/\n/g, '↵').replace(/\t/g, '⇥'), JOINERS), 40)}”`;
+  const name = `“${clip(inert(textOf(round, node).replace(/\n/g, '↵').replace(/\t/g, '⇥'), JOINERS), 40)}”`;
   if (node === 0) return `${name}: the last token of the text so far.`;
+  if (isCut(round, node)) return `${name}: guessed, but not worth checking. drafter ${percent(draftChance(round, node))} (whole path ${percent(scoreOf(round, node))}).`;
   const rank = round.ranks[node], choice = rank === 0 ? 'its first choice' : `its choice number ${rank + 1}`;
   const target = `target ${percent(round.target[node])}, ${choice}`;
   if (node === bonusNode(round)) return `${name}: the target’s own token. ${target}. Token ${round.ids[node]}.`;
@@ -224,5 +236,5 @@ function shareLink(address, settings) {
 }
 
 if (typeof module !== 'undefined') {
-  module.exports = { ARMS, parseDocument, isStop, newRounds, inert, clip, tokenLabel, columns, textEnd, joined, drafted, bonusNode, stateOf, draftChance, childrenOf, layoutRound, roundSentence, whyTree, nodeSentence, acceptanceByDepth, rate, perRound, speedUp, tokensAt, raceLength, sizingCurves, sizingSentence, shareLink, percent, totalSeconds };
+  module.exports = { ARMS, parseDocument, isStop, newRounds, inert, clip, tokenLabel, columns, textEnd, joined, drafted, cutCount, nodeCount, bonusNode, stateOf, draftChance, childrenOf, layoutRound, roundSentence, whyTree, nodeSentence, acceptanceByDepth, rate, perRound, speedUp, tokensAt, raceLength, sizingCurves, sizingSentence, shareLink, percent, totalSeconds };
 }

@@ -1,6 +1,6 @@
 // Draws the tree of one round as SVG. What a round says is in rounds.js; what it looks like in each stage is CSS's:
 //   seed   every node on its parent, unseen      draft  each at its place, level by level
-//   check  the target looks at all of them       keep   the kept path lights up, the own token joins, the rest fades
+//   check  the target looks at those worth it      keep   the kept path lights up, the own token joins, the rest fades
 
 const SVG = 'http://www.w3.org/2000/svg';
 const GAP = { x: 34, row: 38, node: 28, margin: 12, indent: 20, outlineRow: 34 };
@@ -38,7 +38,7 @@ function drawNode(group, round, item, place) {
   if (state === 'kept' || own) svgElement('tspan', { class: 'mark' }, text).textContent = own ? '◆ ' : '✓ ';
   if (item.space) svgElement('tspan', { class: 'space' }, text).textContent = '·';
   svgElement('tspan', {}, text).textContent = item.shown;
-  if (state === 'kept' || state === 'dropped') {
+  if (state === 'kept' || state === 'dropped' || state === 'cut') {
     svgElement('rect', { class: 'chance', x: 8, y: half - 4.5, height: 2.5, rx: 1.25, width: Math.max(2, (place.width - 16) * draftChance(round, item.node)) }, group);
   }
 }
@@ -64,9 +64,9 @@ function drawTree(svg, round, before, outline) {
 
 // The node to which an arrow key leads, or null.
 function neighbour(round, node, key) {
-  const children = childrenOf(round), siblings = node ? children[round.parents[node]] : [0];
+  const children = childrenOf(round), siblings = node ? children[parentOf(round, node)] : [0];
   const place = siblings.indexOf(node);
-  const found = { ArrowRight: children[node][0], ArrowLeft: node ? round.parents[node] : undefined, ArrowUp: siblings[place - 1], ArrowDown: siblings[place + 1], Home: 0 }[key];
+  const found = { ArrowRight: children[node][0], ArrowLeft: node ? parentOf(round, node) : undefined, ArrowUp: siblings[place - 1], ArrowDown: siblings[place + 1], Home: 0 }[key];
   return found === undefined ? null : found;
 }
 

@@ -84,15 +84,15 @@ function createView(element) {
       return;
     }
     svg.classList.remove('still');
-    const round = rounds[at], rate_ = speed(), deep = Math.max(0, ...[...svg.querySelectorAll('.node')].map(n => Number(n.getAttribute('aria-level')) - 1));
+    const round = rounds[at], rate_ = speed(), guesses = drafted(round) + cutCount(round), deep = Math.max(0, ...[...svg.querySelectorAll('.node')].map(n => Number(n.getAttribute('aria-level')) - 1));
     root.style.setProperty('--grow', `${PACE.grow / rate_}ms`);
     root.style.setProperty('--step', `${PACE.step / rate_}ms`);
-    $('.ts-sentence').textContent = drafted(round) ? `Round ${round.index}: ${plural(drafted(round), 'guess')} …` : roundSentence(round);
+    $('.ts-sentence').textContent = guesses ? `Round ${round.index}: ${plural(guesses, 'guess')} …` : roundSentence(round);
     showText(root, rounds, round.index - 1, false);
-    const grown = drafted(round) ? (PACE.grow + deep * PACE.step) / rate_ : 0, checked = grown + (drafted(round) ? PACE.check / rate_ : 0);
+    const grown = guesses ? (PACE.grow + deep * PACE.step) / rate_ : 0, checked = grown + (guesses ? PACE.check / rate_ : 0);
     const kept = checked + (PACE.grow + round.kept.length * PACE.step) / rate_;
     requestAnimationFrame(() => requestAnimationFrame(() => { if (shown === at && svg.dataset.stage === 'seed') stage('draft'); })); // the start must be committed first
-    if (drafted(round)) later(grown, () => stage('check'));
+    if (guesses) later(grown, () => stage('check'));
     later(checked, () => settle(at));
     later(kept + PACE.rest / rate_, advance);
   }
