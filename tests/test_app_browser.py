@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import xml.dom.minidom
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
 ]
 WAIT = 30_000  # milliseconds, on a busy machine
+# Trees of one size, whatever this machine takes for a row.
+FIXED = "?sized=0&nodes=12&new_tokens=40"
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +96,7 @@ class Visit:
     def open(self, url: str) -> None:
         self.page.goto(url)
         self.page.wait_for_selector(".ts", timeout=WAIT)
+        self.page.wait_for_load_state("networkidle")  # a link's settings come with a call of their own
 
     def run(self, prompt: str | None = apps.PROMPT) -> None:
         if prompt is not None:
@@ -136,7 +140,7 @@ def visiting(browser: Any, width: int = 1280, **options: Any) -> Iterator[Visit]
 
 def test_a_run_is_drawn_and_hostile_text_stays_text(browser: Any, address: str) -> None:
     with visiting(browser) as visit:
-        visit.open(address)
+        visit.open(address + FIXED)
         visit.run()
         for selector in (".ts-plain", ".ts-chain"):
             assert re.fullmatch(r"(▼ )?\d+\.\d\d×", visit.text(selector))
@@ -159,7 +163,7 @@ def test_a_run_is_drawn_and_hostile_text_stays_text(browser: Any, address: str) 
 def test_rounds_can_be_walked_by_mouse_and_keys(browser: Any, address: str) -> None:
     with visiting(browser) as visit:
         page = visit.page
-        visit.open(address)
+        visit.open(address + FIXED)
         visit.run()
         visit.press("first")
         assert visit.text(".ts-where").startswith("round 0 of") and visit.text(".ts-play") == "Play"
@@ -219,7 +223,7 @@ def test_playback_pauses_replays_and_keeps_its_speed(browser: Any, address: str)
 def test_stop_frees_the_models_and_the_next_run_works(browser: Any) -> None:
     engine = apps.tiny_engine(limits=Limits(seconds=60))
     slow = [0.05]
-    engine._target.model.register_forward_pre_hook(lambda *_: threading.Event().wait(slow[0]))
+    engine._target.model.register_forward_pre_hook(lambda *_: time.sleep(slow[0]))
     with apps.served(engine) as address, visiting(browser) as visit:
         visit.open(address + "?new_tokens=150")
         visit.page.click("#go")
@@ -286,7 +290,7 @@ def test_exports_are_whole(browser: Any, address: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("theme", ["dark", "light"])
 def test_a_phone_shows_an_outline_and_does_not_overflow(browser: Any, address: str, theme: str) -> None:
     with visiting(browser, width=390) as visit:
-        visit.open(f"{address}?__theme={theme}")
+        visit.open(f"{address}{FIXED}&__theme={theme}")
         visit.run()
         visit.press("last")
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= 390
@@ -301,7 +305,7 @@ def test_a_phone_shows_an_outline_and_does_not_overflow(browser: Any, address: s
 
 def test_dark(browser: Any, address: str) -> None:
     with visiting(browser) as visit:
-        visit.open(f"{address}?__theme=dark")
+        visit.open(f"{address}{FIXED}&__theme=dark")
         visit.run()
         visit.press("last")
         visit.picture("live-dark")
