@@ -24,7 +24,6 @@ import zero  # noqa: I001 - before anything looks at CUDA
 import engine
 import gradio as gr
 from document import Document
-from settings import Limits
 from ui import layout
 
 RECORDED = FOLDER / "static_space" / "traces" / "fix-typos.json"
@@ -37,12 +36,9 @@ def first_document() -> str:
     return Document(note="Press Run.").dumps()
 
 
-def make(limits: Limits | None = None) -> gr.Blocks:
-    """The page on loaded models."""
-    environment = os.environ.get
-    models = engine.load(
-        environment("HF_TREESPEC_DEMO_MODEL"), environment("HF_TREESPEC_DEMO_ASSISTANT"), limits=limits
-    )
+def make(model: str | None, assistant: str | None) -> gr.Blocks:
+    """The page on loaded models; None is the embedded target, and no assistant."""
+    models = engine.load(model, assistant)
     return layout.build(models, first_document(), zero.borrowed(models.race))
 
 
@@ -66,10 +62,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="hf-treespec serve-demo", description="The demo page, on this machine.")
     parser.add_argument("--host", default=os.environ.get("GRADIO_SERVER_NAME", "127.0.0.1"))
     parser.add_argument("--port", type=int, default=int(os.environ.get("GRADIO_SERVER_PORT", "7860")))
+    parser.add_argument("--model", default=os.environ.get("HF_TREESPEC_DEMO_MODEL"))
+    parser.add_argument("--assistant-model", default=os.environ.get("HF_TREESPEC_DEMO_ASSISTANT"))
     options = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    page = make()
+    page = make(options.model, options.assistant_model)
     page.launch(server_name=options.host, server_port=options.port, **launch_options())
 
 

@@ -20,7 +20,7 @@ import logging
 import platform
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
@@ -197,7 +197,7 @@ class Engine:
 
     # ---------------------------------------------------------------- a race
 
-    def race(self, settings: Settings, *, turn: int = 0, arms: tuple[str, ...] = ARMS) -> Iterator[Event]:
+    def race(self, settings: Settings, *, turn: int = 0, arms: tuple[str, ...] = ARMS) -> Generator[Event, None, None]:
         """Decodes with each arm. Close it to stop: whatever runs ends within a round.
 
         Args:
@@ -246,7 +246,6 @@ class Engine:
         text = str(target.tokenizer.decode(best, skip_special_tokens=True))
         yield Finished("done" if len(finished) == len(order) else "limit", same, text)
 
-
     def _settle(self, target: Target, inputs: dict[str, Any], settings: Settings) -> None:
         """A few tokens that nobody counts: whoever goes first must not pay for threads and pages that lie idle."""
         few = dataclasses.replace(settings, new_tokens=SETTLING_TOKENS)
@@ -266,7 +265,7 @@ def _shared(settings: Settings) -> dict[str, Any]:
 
 def _plain(
     target: Target, arm: str, inputs: dict[str, Any], settings: Settings, assistant: Any, ids: list[int]
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """Plain `generate`. New tokens are appended to `ids`."""
     torch.manual_seed(settings.seed)
     with contextlib.closing(PlainRun(target.model, {**inputs, **_shared(settings)})) as run:
@@ -278,7 +277,7 @@ def _plain(
 
 def _speculative(
     target: Target, arm: str, inputs: dict[str, Any], settings: Settings, assistant: Any, ids: list[int]
-) -> Iterator[Step]:
+) -> Generator[Step, None, None]:
     """The tree, or the chain that its limits allow. New tokens are appended to `ids`."""
     tree = arm == "tree"
     options = {
@@ -291,9 +290,7 @@ def _speculative(
     helper = {"assistant_model": assistant} if settings.drafter == "model" else {}
     torch.manual_seed(settings.seed)
     began = time.perf_counter()
-    rounds = hf_treespec.stream(
-        target.model, tree_spec=options, detail=tree, **inputs, **helper, **_shared(settings)
-    )
+    rounds = hf_treespec.stream(target.model, tree_spec=options, detail=tree, **inputs, **helper, **_shared(settings))
     seconds = time.perf_counter() - began  # the preparations of `generate`, which plain decoding is charged for too
     view = RoundViews(target.tokenizer) if tree else None
     with contextlib.closing(rounds):

@@ -148,7 +148,11 @@ def default_settings(drafters: Sequence[str]) -> Settings:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, whole: bool = False) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or (isinstance(value, float) and math.isnan(value)):
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, (int, float))
+        or (isinstance(value, float) and math.isnan(value))
+    ):
         raise SettingsError(f"{name} is {_shown(value)}; it must be a number.")
     if whole and isinstance(value, float) and not value.is_integer():
         raise SettingsError(f"{name} is {_shown(value)}; it must be a whole number.")

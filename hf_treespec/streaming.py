@@ -51,8 +51,8 @@ def stream(model: PreTrainedModel, *, tree_spec: Any = True, detail: bool = Fals
 
     Args:
         tree_spec: as in `generate`.
-        detail: fills `target_probability`, `target_rank`, `sizing` and `draft` of each record, for somebody who looks at rounds.
-            It costs time, but none that `seconds` counts, and changes nothing else.
+        detail: fills `target_probability`, `target_rank`, `sizing` and `draft` of each record, for somebody who looks at
+            rounds. It costs time, but none that `seconds` counts, and changes nothing else.
         generate_arguments: as in `generate`.
 
     Raises:

@@ -17,7 +17,9 @@ APP, STATIC_PAGE = ROOT / "app", ROOT / "app" / "static_space"
 FLAVOURS = ("cpu", "zerogpu", "static")
 # In the front matter of a Space's README; the page assigns no hardware, it suggests.
 HARDWARE = {"cpu": "cpu-basic", "zerogpu": "zero-a10g"}
-LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "*.pyi", "overlays", "static_space", "requirements.txt", ".gradio")
+LEFT_OUT = shutil.ignore_patterns(
+    "__pycache__", "*.pyc", "*.pyi", "overlays", "static_space", "requirements.txt", ".gradio"
+)
 
 
 def stage(flavour: str, folder: Path) -> None:
@@ -47,7 +49,9 @@ def _stage_gradio(flavour: str, folder: Path) -> None:
     shutil.copy(ROOT / "LICENSE", folder)
     page = folder / "README.md"
     text = page.read_text(encoding="utf-8")
-    page.write_text(text.replace("pinned: false", f"pinned: false\nsuggested_hardware: {HARDWARE[flavour]}", 1), encoding="utf-8")
+    page.write_text(
+        text.replace("pinned: false", f"pinned: false\nsuggested_hardware: {HARDWARE[flavour]}", 1), encoding="utf-8"
+    )
 
 
 def _stage_static(folder: Path) -> None:

@@ -134,7 +134,9 @@ def test_wrong_values_are_refused_in_words(address: str, wrong: dict[str, Any]) 
     assert kind == "error" and "Traceback" not in message and "/site-packages/" not in message
 
 
-@pytest.mark.parametrize("data", [[], ["x"], [None] * 10, ["x"] * 10, [{}] * 10, [10**30] * 10, [[["x"]]] * 10, {}, None, "x"])
+@pytest.mark.parametrize(
+    "data", [[], ["x"], [None] * 10, ["x"] * 10, [{}] * 10, [10**30] * 10, [[["x"]]] * 10, {}, None, "x"]
+)
 def test_the_pages_own_event_survives_anything(address: str, client: Client, data: Any) -> None:
     """It is private, which hides it and stops nobody."""
     for kind, document in call(address, "handle", data):

@@ -80,12 +80,19 @@ def build(engine: Engine, first: str, race: Any = None) -> gr.Blocks:
     race = race or engine.race
     turns = count()
     limits, defaults = engine.limits, default_settings(engine.drafters)
-    with gr.Blocks(title="Tree speculative decoding", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)) as page:
+    with gr.Blocks(
+        title="Tree speculative decoding", fill_width=True, analytics_enabled=False, delete_cache=(3600, 3600)
+    ) as page:
         gr.Markdown(TITLE, elem_id="title")
         with gr.Row(equal_height=False):
             with gr.Column(scale=1, min_width=290, elem_id="controls"):
                 prompt = gr.Textbox(
-                    defaults.prompt, label="Prompt", lines=5, max_lines=9, max_length=limits.prompt_characters, elem_id="prompt"
+                    defaults.prompt,
+                    label="Prompt",
+                    lines=5,
+                    max_lines=9,
+                    max_length=limits.prompt_characters,
+                    elem_id="prompt",
                 )
                 with gr.Row(elem_id="examples"):
                     shortcuts = [gr.Button(name, size="sm", min_width=110) for name in EXAMPLES]
@@ -112,9 +119,19 @@ def build(engine: Engine, first: str, race: Any = None) -> gr.Blocks:
             api_visibility="private",
         )
         # the race ends with the generator that is closed; the page, which gets nothing more from it, is told so
-        stop.click(lambda: STOPPED, None, view, cancels=[started], queue=False, show_progress="hidden", api_visibility="private")
+        stop.click(
+            lambda: STOPPED,
+            None,
+            view,
+            cancels=[started],
+            queue=False,
+            show_progress="hidden",
+            api_visibility="private",
+        )
         for button, text in zip(shortcuts, EXAMPLES.values(), strict=True):
-            button.click(None, None, prompt, js=f"() => {json.dumps(text)}", api_visibility="private", show_progress="hidden")
+            button.click(
+                None, None, prompt, js=f"() => {json.dumps(text)}", api_visibility="private", show_progress="hidden"
+            )
 
         def open_link(request: gr.Request) -> list[Any]:
             settings, wrong = from_link(dict(request.query_params), limits, engine.drafters, nf4=engine.has_nf4)
@@ -123,9 +140,7 @@ def build(engine: Engine, first: str, race: Any = None) -> gr.Blocks:
             return [getattr(settings, name) for name in FIELDS]
 
         page.load(open_link, None, fields, api_visibility="private", show_progress="hidden")
-        gr.api(
-            endpoint(engine, race, turns), api_name="decode", concurrency_limit=1, concurrency_id="model"
-        )
+        gr.api(endpoint(engine, race, turns), api_name="decode", concurrency_limit=1, concurrency_id="model")
     return page.queue(max_size=limits.queue, default_concurrency_limit=1, api_open=False)
 
 
@@ -134,15 +149,31 @@ def _settings(engine: Engine, defaults: Settings) -> dict[str, Any]:
     menu = [(f"{name}: {_brief(text)}", name) for name, text in engine.describe_drafters().items()]
     with gr.Accordion("Settings", open=False, elem_id="settings"):
         drafter = gr.Dropdown(menu, value=defaults.drafter, label="Drafter", info="Who guesses.", elem_id="drafter")
-        new_tokens = gr.Slider(8, limits.new_tokens, defaults.new_tokens, step=1, label="New tokens", elem_id="new_tokens")
+        new_tokens = gr.Slider(
+            8, limits.new_tokens, defaults.new_tokens, step=1, label="New tokens", elem_id="new_tokens"
+        )
         nodes = gr.Slider(1, limits.nodes, defaults.nodes, step=1, label="Nodes", info="Guesses a round at most.")
         depth = gr.Slider(1, limits.depth, defaults.depth, step=1, label="Depth", info="Guesses on one path at most.")
-        children = gr.Slider(1, limits.children, defaults.children, step=1, label="Children", info="Guesses for one place at most.")
-        sized = gr.Checkbox(defaults.sized, label="Size by cost", info="Check only guesses that pay here; off: all of them.")
-        temperature = gr.Slider(0, limits.temperature, defaults.temperature, step=0.05, label="Temperature", info="0 is greedy. Sampled text is the same for the same seed.")
+        children = gr.Slider(
+            1, limits.children, defaults.children, step=1, label="Children", info="Guesses for one place at most."
+        )
+        sized = gr.Checkbox(
+            defaults.sized, label="Size by cost", info="Check only guesses that pay here; off: all of them."
+        )
+        temperature = gr.Slider(
+            0,
+            limits.temperature,
+            defaults.temperature,
+            step=0.05,
+            label="Temperature",
+            info="0 is greedy. Sampled text is the same for the same seed.",
+        )
         seed = gr.Number(defaults.seed, label="Seed", precision=0, minimum=0, maximum=2**31 - 1)
         quantised = gr.Checkbox(
-            defaults.quantised, label="Quantised target (NF4)", visible=engine.has_nf4, info="4-bit weights by bitsandbytes."
+            defaults.quantised,
+            label="Quantised target (NF4)",
+            visible=engine.has_nf4,
+            info="4-bit weights by bitsandbytes.",
         )
     return {
         "drafter": drafter,

@@ -134,9 +134,7 @@ function showSizing(root, round, sized) {
   svgElement('circle', { class: 'dot', cx: x(curves.nodes), cy: y(curves.gain[curves.nodes]), r: 3.5 }, svg);
   const label = (px, py, text, anchor) => { svgElement('text', { x: px, y: py, 'text-anchor': anchor }, svg).textContent = text; };
   label(0, height + 13, '0', 'start');
-  label(width, height + 13, `${most} guesses`, 'end');
-  const left = curves.nodes < most / 2; // the label stands where there is room
-  label(x(curves.nodes) + (left ? 6 : -6), 9, `${curves.nodes} checked`, left ? 'start' : 'end');
+  label(width, height + 13, `${curves.nodes} of ${plural(most, 'guess')} checked`, 'end');
 }
 
 function showFacts(root, race) {

@@ -39,8 +39,9 @@ function createView(element) {
 
   function stageHeight() { // one for all rounds so far, or the page would jump
     if (measured.count !== rounds.length || measured.outline !== outline) {
-      const tall = rounds.map(round => placeNodes(layoutRound(round, '', outline), outline).height);
-      measured = { count: rounds.length, outline, height: Math.min(outline ? 460 : 430, Math.max(180, ...tall) + 8) };
+      const tall = rounds.map(round => placeNodes(layoutRound(round, '', outline), outline).height).sort((a, b) => a - b);
+      const most = tall[Math.floor(0.8 * (tall.length - 1))]; // the few taller ones are made smaller, or scroll
+      measured = { count: rounds.length, outline, height: Math.max(measured.height || 180, Math.min(outline ? 460 : 430, most + 8)) };
     }
     return measured.height;
   }
