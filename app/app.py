@@ -38,7 +38,7 @@ def first_document() -> str:
 
 def make(model: str | None, assistant: str | None) -> gr.Blocks:
     """The page on loaded models; None is the embedded target, and no assistant."""
-    models = engine.load(model, assistant)
+    models = engine.load(model, assistant, borrowed=zero.ON_ZERO_GPU)
     return layout.build(models, first_document(), zero.borrowed(models.race))
 
 

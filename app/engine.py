@@ -371,12 +371,16 @@ class RoundViews:
 # ---------------------------------------------------------------- loading
 
 
-def load(model: str | None = None, assistant: str | None = None, *, limits: Limits | None = None) -> Engine:
+def load(
+    model: str | None = None, assistant: str | None = None, *, limits: Limits | None = None, borrowed: bool = False
+) -> Engine:
     """An engine ready to race.
 
     Args:
         model: a name or folder of transformers; None is the embedded SmolLM2-135M-Instruct, which needs no network.
         assistant: likewise, a small model with the same tokenizer.
+        borrowed: the GPU is there only while a race runs, in processes forked from this one: everything is loaded now,
+            and nothing is computed.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     target = _load_target(model, device)
@@ -384,7 +388,10 @@ def load(model: str | None = None, assistant: str | None = None, *, limits: Limi
     can_quantise = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "accelerate"))
     quantised = functools.partial(_load_target, model, device, nf4=True) if can_quantise else None
     engine = Engine(target, quantised=quantised, assistant=helper, limits=limits)
-    engine.warm_up()
+    if not borrowed:
+        engine.warm_up()
+    elif engine.has_nf4:
+        engine.target(Settings(quantised=True))
     return engine
 
 

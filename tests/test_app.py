@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +18,7 @@ import plain
 import pytest
 import settings as settings_module
 import torch
+import zero
 from engine import ARMS, Busy, Engine, Finished, Round, Started, Step
 from settings import Limits, Settings, SettingsError, check, from_link
 
@@ -234,6 +237,53 @@ def test_plain_runs_hand_on_what_generate_raises() -> None:
     with pytest.raises(StopIteration):
         next(run)
     run.close()
+
+
+def test_where_the_gpu_is_borrowed_everything_is_loaded_and_nothing_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[dict[str, Any]] = []
+    target = apps.tiny_engine()._target
+    target.model.register_forward_pre_hook(lambda *_: pytest.fail("there is no GPU yet"))
+
+    def load_target(name: Any, device: str, **options: Any) -> Any:
+        loaded.append(options)
+        return target
+
+    monkeypatch.setattr(engine_module, "_load_target", load_target)
+    monkeypatch.setattr(engine_module.importlib.util, "find_spec", lambda name: object())
+    engine_module.load(borrowed=True)
+    assert loaded == [{}, {"nf4": True}]
+
+
+def test_a_race_runs_on_a_borrowed_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    (tmp_path / "spaces.py").write_text(
+        "asked = []\n"
+        "def GPU(duration):\n"
+        "    def wrap(task):\n"
+        "        def run(*args, **kwargs):\n"
+        "            import pickle\n"
+        "            args, kwargs = pickle.loads(pickle.dumps((args, kwargs)))\n"
+        "            asked.append(duration(*args, **kwargs))\n"
+        "            for event in task(*args, **kwargs):\n"
+        "                yield pickle.loads(pickle.dumps(event))\n"
+        "        return run\n"
+        "    return wrap\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("SPACES_ZERO_GPU", "true")
+    try:
+        importlib.reload(zero)
+        assert zero.ON_ZERO_GPU
+        events = list(zero.borrowed(apps.tiny_engine().race)(RUN, turn=1))
+        assert isinstance(events[-1], Finished) and events[-1].same_text
+        import spaces
+
+        assert spaces.asked == [8]  # 6 s, and 0.1 s for each of 24 tokens
+        assert zero.seconds_wanted(dataclasses.replace(RUN, new_tokens=10**6)) == zero.MOST_SECONDS
+    finally:
+        monkeypatch.undo()
+        sys.modules.pop("spaces", None)
+        importlib.reload(zero)
+    assert not zero.ON_ZERO_GPU and zero.borrowed(len) is len
 
 
 # -------------------------------------------------------------------- settings from strangers

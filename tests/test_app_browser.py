@@ -309,6 +309,8 @@ def test_a_phone_shows_an_outline_and_does_not_overflow(browser: Any, address: s
             "[...document.querySelectorAll('.ts-svg .node')].map(n => parseFloat(n.style.getPropertyValue('--y')))"
         )
         assert len(set(xs)) == len(xs)  # one row a node
+        spilt = "[...document.querySelectorAll('.ts-card')].filter(c => c.scrollWidth > c.clientWidth + 1).length"
+        assert visit.page.evaluate(spilt) == 0
         assert visit.page.evaluate("document.querySelector('.ts').classList.contains('dark')") == (theme == "dark")
         visit.picture(f"live-phone-{theme}")
         visit.calm()

@@ -150,7 +150,7 @@ def _settings(engine: Engine, defaults: Settings) -> dict[str, Any]:
     with gr.Accordion("Settings", open=False, elem_id="settings"):
         drafter = gr.Dropdown(menu, value=defaults.drafter, label="Drafter", info="Who guesses.", elem_id="drafter")
         new_tokens = gr.Slider(
-            8, limits.new_tokens, defaults.new_tokens, step=1, label="New tokens", elem_id="new_tokens"
+            1, limits.new_tokens, defaults.new_tokens, step=1, label="New tokens", elem_id="new_tokens"
         )
         nodes = gr.Slider(1, limits.nodes, defaults.nodes, step=1, label="Nodes", info="Guesses a round at most.")
         depth = gr.Slider(1, limits.depth, defaults.depth, step=1, label="Depth", info="Guesses on one path at most.")

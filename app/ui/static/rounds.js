@@ -132,6 +132,12 @@ function roundSentence(round) {
   return `Round ${round.index}: ${checked} in one pass, ${round.kept.length} kept${own} = ${plural(tokens, 'token')}.`;
 }
 
+// Where a recorded run is best begun: at the first tree that has branches, or after the prompt.
+function firstTree(rounds) {
+  const found = rounds.findIndex(round => round.index > 0 && round.kept.length > 0 && childrenOf(round).filter((list, node) => node !== bonusNode(round) && list.length > 1).length > 1);
+  return found > 0 ? found : Math.min(1, rounds.length - 1);
+}
+
 // Where a branch won that the drafter thought second: a chain would have stopped there. "" where none did.
 function whyTree(round) {
   const children = childrenOf(round);
@@ -236,5 +242,5 @@ function shareLink(address, settings) {
 }
 
 if (typeof module !== 'undefined') {
-  module.exports = { ARMS, parseDocument, isStop, newRounds, inert, clip, tokenLabel, columns, textEnd, joined, drafted, cutCount, nodeCount, bonusNode, stateOf, draftChance, childrenOf, layoutRound, roundSentence, whyTree, nodeSentence, acceptanceByDepth, rate, perRound, speedUp, tokensAt, raceLength, sizingCurves, sizingSentence, shareLink, percent, totalSeconds };
+  module.exports = { ARMS, parseDocument, isStop, newRounds, inert, clip, tokenLabel, columns, textEnd, joined, drafted, cutCount, nodeCount, bonusNode, stateOf, draftChance, childrenOf, layoutRound, roundSentence, firstTree, whyTree, nodeSentence, acceptanceByDepth, rate, perRound, speedUp, tokensAt, raceLength, sizingCurves, sizingSentence, shareLink, percent, totalSeconds };
 }

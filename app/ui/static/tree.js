@@ -55,7 +55,7 @@ function drawTree(svg, round, before, outline) {
     const order = state === 'own' ? round.kept.length : round.kept.indexOf(item.node);
     const style = `--depth:${item.depth};--order:${Math.max(0, order)};--x:${place.x}px;--y:${place.y}px;--fx:${from.x}px;--fy:${from.y}px`;
     if (item.node) svgElement('path', { class: `edge ${state}`, style, d: edgePath(from, place, outline) }, edges);
-    const group = svgElement('g', { class: `node ${state}`, style, 'data-node': item.node, tabindex: item.node ? -1 : 0, role: 'treeitem', 'aria-level': item.depth + 1, 'aria-label': nodeSentence(round, item.node) }, nodes);
+    const group = svgElement('g', { class: `node ${state}`, style, 'data-node': item.node, tabindex: item.node ? -1 : 0, role: 'treeitem', 'aria-level': item.depth + 1, 'aria-label': item.node ? nodeSentence(round, item.node) : `${item.shown} (the text so far)` }, nodes);
     drawNode(group, round, item, place);
     groups.set(item.node, group);
   }

@@ -187,7 +187,7 @@ function createView(element) {
     showLanes(root, race, null);
     if (over && wasRunning) { replayRace(); say(`${$('.ts-plain').textContent} as fast as plain decoding, ${$('.ts-chain').textContent} as fast as a chain. ${text}`, true); }
     if (!rounds.length) return;
-    if (shown < 0) show(rounds[0].index === 0 && rounds.length > 1 ? 1 : 0, true);
+    if (shown < 0) show(race.recorded ? firstTree(rounds) : Math.min(1, rounds.length - 1), true);
     else { panels(shown); if (playing && !timers.length) advance(); }
   }
 
