@@ -33,6 +33,9 @@ HOSTILE = [
     "<!--",
 ]
 PROMPT = "abc abd abc abe abc"
+# What Gradio's server warns of that is not ours: sockets and event loops are left to the garbage collector, and an option
+# of pandas that it sets while it sums up its queue is going to vanish.
+GRADIO_WARNINGS = ("ignore:unclosed:ResourceWarning", "ignore:'future.no_silent_downcasting' is deprecated")
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:

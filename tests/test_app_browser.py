@@ -36,8 +36,7 @@ PICTURES = ROOT / "screenshots"
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(CHROMIUM is None, reason="the browser's tests need chromium, or its path in $CHROMIUM"),
-    # Gradio's server leaves sockets and event loops to the garbage collector.
-    pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"),
+    pytest.mark.filterwarnings(*apps.GRADIO_WARNINGS),
 ]
 WAIT = 30_000  # milliseconds, on a busy machine
 # Trees of one size, whatever this machine takes for a row.

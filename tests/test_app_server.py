@@ -20,8 +20,7 @@ from gradio_client.exceptions import AppError
 from settings import Limits
 from ui import layout
 
-# Gradio's server leaves sockets and event loops to the garbage collector.
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+pytestmark = pytest.mark.filterwarnings(*apps.GRADIO_WARNINGS)
 
 GOOD = {"prompt": apps.PROMPT, "new_tokens": 12}
 
