@@ -166,7 +166,8 @@ class Engine:
         self._target, self._quantised = target, quantised
         self._nf4: Target | None = None
         self._lock = threading.Lock()
-        self.drafters = [*hf_treespec.drafter_names(alone=True), *(["model"] if assistant is not None else [])]
+        alone = [name for name in hf_treespec.drafter_names(alone=True) if _can_be_made(name)]
+        self.drafters = [*alone, *(["model"] if assistant is not None else [])]
 
     @property
     def has_nf4(self) -> bool:
@@ -253,6 +254,16 @@ class Engine:
             for arm, run in (("tree", _speculative), ("plain", _plain)):
                 for _ in run(target, arm, inputs, few, self.assistant, []):
                     pass
+
+
+def _can_be_made(name: str) -> bool:
+    """Whether a drafter that says it needs nothing is telling the truth: others' packages may register some."""
+    try:
+        make_drafter(name)
+    except TreeSpecError as error:
+        logger.warning("drafter %r is not offered: %s", name, error)
+        return False
+    return True
 
 
 def _shared(settings: Settings) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def test_details_are_not_in_the_timed_parts(llama: PreTrainedModel, monkeypatch:
 def test_drafters_that_need_nothing_more_are_told_apart() -> None:
     alone = drafter_names(alone=True)
     assert {"early_exit", "ngram", "recycling", "union"} <= set(alone) <= set(drafter_names())
-    assert not {"model", "eagle"} & set(alone)
+    assert not {"model", "eagle", "medusa", "hydra", "datastore"} & set(alone)
 
 
 def test_a_constructor_that_asks_for_something_is_not_alone(monkeypatch: pytest.MonkeyPatch) -> None:

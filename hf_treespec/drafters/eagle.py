@@ -48,8 +48,6 @@ class EagleDrafter(HeadDrafter):
         target: to find the default taps by, which depend on its depth.
     """
 
-    needs = "a trained head"
-
     def __init__(
         self,
         head: EagleHead | None = None,
