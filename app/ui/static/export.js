@@ -6,6 +6,7 @@ const EXPORT = { width: 920, tree: 300, most: 14, round: 2.3, end: 3 }; // pixel
 const xml = text => inert(text, JOINERS).replace(/[\ufffe\uffff]/g, '\ufffd').replace(/[&<>"']/g, c => `&#${c.charCodeAt(0)};`);
 const number = value => String(Math.round(value * 100) / 100);
 
+// Groups fade in by their own opacity, which is animated and so beats any class: what classes fade is inside.
 const EXPORT_STYLE = `
 text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#17202c;white-space:pre;dominant-baseline:central}
 .s{font-family:system-ui,sans-serif}.h{font-weight:700;font-size:19px}.soft{fill:#5b6675}
@@ -13,8 +14,8 @@ text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;fill:#17202c
 .root rect{fill:#17202c;stroke:#17202c;stroke-dasharray:none}.root text{fill:#fff}
 .kept rect{fill:#d7f2ec;stroke:#0b7f73;stroke-width:2.2;stroke-dasharray:none}.kept .m{fill:#0b7f73;opacity:1}
 .own rect{fill:#fdeadb;stroke:#b4470b;stroke-width:2.2;stroke-dasharray:none}.own .m{fill:#b4470b;opacity:1}
-.dropped{opacity:.4}.cut{opacity:.28}.ecut{fill:none;stroke:#8b95a3;opacity:.2}.e{fill:none;stroke:#8b95a3;stroke-width:1.3}.ekept{fill:none;stroke:#0b7f73;stroke-width:3}
-.eown{fill:none;stroke:#b4470b;stroke-width:3}.edropped{fill:none;stroke:#8b95a3;opacity:.3}
+.dropped>*{opacity:.45}.cut>*{opacity:.3}.ecut{fill:none;stroke:#8b95a3;stroke-opacity:.25}.e{fill:none;stroke:#8b95a3;stroke-width:1.3}.ekept{fill:none;stroke:#0b7f73;stroke-width:3}
+.eown{fill:none;stroke:#b4470b;stroke-width:3}.edropped{fill:none;stroke:#8b95a3;stroke-opacity:.35}
 .tk{fill:#0b7f73}.to{fill:#b4470b}`;
 
 // Something that is there from one second of the loop to another, faded in where asked to.

@@ -126,7 +126,7 @@ function roundSentence(round) {
   const tokens = round.pieces.length;
   if (round.index === 0) return 'Reading the prompt gives the first token; drafting begins after it.';
   if (!drafted(round) && cutCount(round)) return `Round ${round.index}: ${plural(cutCount(round), 'guess')}, none worth checking, so the model writes one token plainly.`;
-  if (!drafted(round)) return `Round ${round.index}: no guesses, which did not pay of late; the model writes one token plainly.`;
+  if (!drafted(round)) return `Round ${round.index}: no guesses; the model writes one token plainly.`;
   const own = round.bonus ? ' + 1 of its own' : '', all = drafted(round) + cutCount(round);
   const checked = cutCount(round) ? `${plural(all, 'guess')}, the best ${drafted(round)} checked` : `${plural(all, 'guess')} checked`;
   return `Round ${round.index}: ${checked} in one pass, ${round.kept.length} kept${own} = ${plural(tokens, 'token')}.`;
@@ -215,8 +215,9 @@ function sizingSentence(round, sized) {
   if (round.index === 0) return 'The prompt’s pass drafts nothing.';
   const curves = sizingCurves(round);
   if (!curves) {
+    if (!sized && !drafted(round)) return 'There was nothing left to draft.';
     if (!sized) return `Sizing is off: all ${plural(drafted(round), 'guess')} were checked, whatever they cost.`;
-    return 'Nothing was drafted: the library was measuring plain rounds, or saw that guesses did not pay of late.';
+    return 'Nothing was drafted: plain rounds were being measured, guesses did not pay of late, or no room was left for any.';
   }
   const { gain, price, nodes, affordable } = curves, most = gain.length - 1;
   if (nodes === 0) {
