@@ -9,6 +9,7 @@ Importing the package adds the argument `tree_spec` to `generate`; `disable()` t
 from .config import TreeSpecConfig
 from .datastore import Datastore
 from .demo_model import demo_model
+from .detokenizer import Detokenizer
 from .drafters import (
     Budget,
     Commit,
@@ -29,6 +30,7 @@ from .drafters import (
     UnionDrafter,
     UniversalDrafter,
     drafter_names,
+    fresh_tables,
     inspect_checkpoint,
     load_drafter,
     make_drafter,
@@ -48,7 +50,7 @@ from .errors import (
 from .integration import disable, enable
 from .packing import pack
 from .reference import ScriptedDrafter, check_drafter
-from .stats import DecodeStats, RoundRecord
+from .stats import DecodeStats, RoundRecord, Sizing
 from .streaming import Stream, stream
 from .tree import TokenTree
 
@@ -62,6 +64,7 @@ __all__ = [
     "DatastoreError",
     "DecodeStats",
     "DemoModelError",
+    "Detokenizer",
     "DraftContext",
     "Drafter",
     "DrafterError",
@@ -78,6 +81,7 @@ __all__ = [
     "RoundRecord",
     "ScriptedDrafter",
     "SharedKvDrafter",
+    "Sizing",
     "Stream",
     "TokenTree",
     "TreeError",
@@ -92,6 +96,7 @@ __all__ = [
     "disable",
     "drafter_names",
     "enable",
+    "fresh_tables",
     "inspect_checkpoint",
     "load_drafter",
     "make_drafter",

@@ -175,3 +175,26 @@ def walk(
                 picker.noise.draw()
         child = tree.child(node, token)
         yield node, token, child
+
+
+def target_view(verified: Verified, last: int, bonus: int | None) -> tuple[list[float], list[int]]:
+    """What the target thinks of each token of a verified tree (one row), from raw logits: probability and rank.
+
+    Args:
+        last: the node that the bonus follows.
+
+    Returns:
+        For each node, the root first (1.0 and 0, by definition), then for the bonus if there is one: the probability of
+        its token after its parent, and how many tokens are likelier.
+    """
+    tokens, parents = verified.tree.tokens[0, 1:].tolist(), verified.tree.parents[0, 1:].tolist()
+    if bonus is not None:
+        tokens, parents = [*tokens, bonus], [*parents, last]
+    if not tokens:
+        return [1.0], [0]
+    first = len(verified.tree) - verified.logits.shape[1]  # the prompt's forward scores its last token alone
+    rows, token = verified.logits[0].float(), torch.tensor(tokens, device=verified.logits.device)[:, None]
+    rows = rows[torch.tensor(parents, device=rows.device) - first]
+    own = rows.gather(1, token)
+    probability = (own - rows.logsumexp(1, keepdim=True)).exp()[:, 0]
+    return [1.0, *probability.tolist()], [0, *(rows > own).sum(1).tolist()]

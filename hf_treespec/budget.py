@@ -22,6 +22,7 @@ from collections import deque
 import numpy as np
 
 from .drafters.base import Budget
+from .stats import Sizing
 from .tree import FloatArray, TokenTree
 
 # Samples kept of each number of rows: the median ignores outliers, and old samples make room for new ones.
@@ -263,19 +264,39 @@ class Sizer:
 
     def cut(self, tree: TokenTree, context: int) -> TokenTree:
         """The part of a tree (one row) that is worth its rows here; its scores become calibrated path scores."""
-        most = len(tree) - 1
-        if most == 0:
+        if len(tree) == 1:
             return tree
-        scores = self.calibrated(tree)
-        order = np.argsort(-scores, kind="stable")  # the root first, parents before children
-        curve = self.costs.curve(most + 1, context)
-        price = curve[2:] - curve[1]  # of 1, 2, ... nodes
-        gain = np.cumsum(scores[order[1:]]) - self._rate(curve) * price
-        gain[price > self.balance * curve[1]] = -np.inf
-        gain[max(0, 2 * self.costs.largest - 1) :] = -np.inf  # a size far beyond those measured is a guess
+        scores, order, worth, price, curve = self._weigh(tree, context)
+        gain = worth - self._rate(curve) * price
+        gain[self._affordable(curve) :] = -np.inf
         nodes = int(np.argmax(gain)) + 1 if gain.max() > 0 else 0
         self.usual = max(nodes, 0.8 * self.usual)
         return tree.select(np.sort(order[: nodes + 1]), scores)
+
+    def explain(self, tree: TokenTree, context: int, nodes: int) -> Sizing:
+        """What `cut` has decided by, told before the round is learnt from. `nodes` were verified."""
+        _, _, worth, _, curve = self._weigh(tree, context)
+        return Sizing(
+            gain=[0.0, *worth.tolist()],
+            seconds=curve[1:].tolist(),
+            rate=self._rate(curve),
+            affordable=min(len(worth), self._affordable(curve)),
+            nodes=nodes,
+        )
+
+    def _weigh(
+        self, tree: TokenTree, context: int
+    ) -> tuple[FloatArray, np.ndarray, np.ndarray, np.ndarray, FloatArray]:
+        """Calibrated scores (N,), nodes by score, and for 1, 2, ... nodes S and its price; and the curve T."""
+        scores = self.calibrated(tree)
+        order = np.argsort(-scores, kind="stable")  # the root first, parents before children
+        curve = self.costs.curve(len(tree), context)
+        return scores, order, np.cumsum(scores[order[1:]]), curve[2:] - curve[1], curve
+
+    def _affordable(self, curve: np.ndarray) -> int:
+        """The most nodes that the account can pay; a size far beyond those measured is a guess, and not among them."""
+        price = curve[2:] - curve[1]  # rises
+        return min(int((price <= self.balance * curve[1]).sum()), max(0, 2 * self.costs.largest - 1))
 
     def calibrated(self, tree: TokenTree) -> FloatArray:
         """(N,) path scores as the calibration sees them; never above the parent's."""

@@ -1,9 +1,10 @@
-"""The command `hf-treespec`: demo · generate · profile · datastore · drafters.
+"""The command `hf-treespec`: demo · generate · profile · datastore · serve-demo · drafters.
 
 `demo` decodes one prompt plainly, as a chain and as a tree: see `hf_treespec.demo`.
 `generate` streams a text to stdout, and nothing else there.
 `profile` measures what rows cost and drafts are worth: see `hf_treespec.profile`.
 `datastore` makes files of earlier texts to draft from: see `hf_treespec.datastore_cli`.
+`serve-demo` serves the demo as a page, which lies outside the package: see its folder `app`.
 
 Exit status: 0; 1 texts differ that must not; 2 a mistake of the caller's, in one line on stderr; 130 interrupted.
 
@@ -29,6 +30,7 @@ import torch
 from . import __version__, datastore_cli, demo, drafters, profile, profile_view, terminal
 from .datastore import Datastore
 from .demo_model import HUB_ID
+from .detokenizer import Detokenizer
 from .drafters.base import drafter_class
 from .errors import TreeSpecError
 from .integration import resolve
@@ -115,6 +117,14 @@ def build_parser() -> argparse.ArgumentParser:
     measured.add_argument("prompt", nargs="?", type=_prompt, help="default: short ones of several kinds")
     measured.add_argument("--png", type=Path, metavar="FILE", help="draw it there too (needs matplotlib)")
     measured.add_argument("--plain", action="store_true", help="no colours (implied where not a terminal)")
+
+    served = commands.add_parser("serve-demo", help="the demo as a page in the browser, drawn as it runs")
+    served.set_defaults(command=run_serve_demo)
+    served.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1, this machine only")
+    served.add_argument("--port", type=_number(int, 1, 65535), default=7860, metavar="N", help="default: 7860")
+    served.add_argument("--model", metavar="ID_OR_PATH", help=f"the target; default: {HUB_ID}, embedded")
+    served.add_argument("--assistant-model", metavar="ID_OR_PATH", help="a small model that may draft")
+    served.add_argument("--threads", type=_number(int, 1), metavar="N", help="torch's CPU threads")
 
     for command in (shown, generate, measured):
         _add_common(command)
@@ -267,7 +277,7 @@ def run_generate(args: argparse.Namespace) -> int:
     sampling |= loaded.helper()
     began = time.perf_counter()
     rounds = stream(loaded.model, tree_spec=options, **inputs, **sampling, max_new_tokens=args.max_new_tokens)
-    text = terminal.Detokenizer(loaded.tokenizer)
+    text = Detokenizer(loaded.tokenizer)
     as_json = args.json or args.rounds
     safe = terminal.inert if sys.stdout.isatty() else str
     for record in rounds:
@@ -330,6 +340,35 @@ def _told(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "nothing"
     return "unknown" if value is None else str(value)
+
+
+def run_serve_demo(args: argparse.Namespace) -> int:
+    app = load_app()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    options = ["--host", args.host, "--port", str(args.port)]
+    for name in ("model", "assistant_model"):
+        if getattr(args, name):
+            options += [f"--{name.replace('_', '-')}", getattr(args, name)]
+    app.main(options)
+    return 0
+
+
+def load_app(package: Path = Path(__file__).parent) -> Any:
+    """The module of the demo page: in a wheel it lies inside the package, in a checkout beside it."""
+    if importlib.util.find_spec("gradio") is None:
+        raise UserError("serve-demo needs gradio: pip install hf-treespec[app]")
+    places = [package / "app" / "app.py", package.parent / "app" / "app.py"]
+    found = next((place for place in places if place.is_file()), None)
+    spec = importlib.util.spec_from_file_location("hf_treespec_app", found) if found else None
+    if spec is None or spec.loader is None:
+        raise UserError(
+            f"the demo page is not in this installation (looked for {' and '.join(str(p) for p in places)}); reinstall "
+            "hf-treespec[app], or use a checkout"
+        )
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def run_drafters(args: argparse.Namespace) -> int:

@@ -29,7 +29,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.generation import EosTokenCriteria, MaxLengthCriteria
 
 from . import _compat, attention
-from .accept import NoiseWindow, Picker, walk
+from .accept import NoiseWindow, Picker, target_view, walk
 from .budget import Sizer
 from .cache import TreeCache, check_cache
 from .config import TreeSpecConfig
@@ -73,6 +73,7 @@ class Decoding:
         self.stats = DecodeStats(drafter=self.drafter.name)
         self.result: Any = None
         self.finished = False
+        self.detail = False  # set by `stream`
         self.sampled = bool(call.generation_config.do_sample)
         self.sizer: Sizer | None = None
         if call.config.fallback:
@@ -189,6 +190,7 @@ class Decoding:
             with watch.part("draft"):
                 self.drafter.observe(commit)
         tree = commit.verified.tree
+        seconds = watch.read()
         record = RoundRecord(
             index=len(self.stats.records),
             tokens=tree.tokens[0],
@@ -197,7 +199,8 @@ class Decoding:
             path=commit.path[0],
             committed=commit.tokens[0],
             bonus=commit.bonus[0],
-            seconds=watch.read(),
+            seconds=seconds,
+            **(self._details(commit) if self.detail else {}),  # after the watch was read
         )
         self.stats.records.append(record)
         if self.sizer is not None and record.index > 0:
@@ -218,6 +221,17 @@ class Decoding:
             drafted=drafted,
             forwards=self.drafter.forwards if drafted else 0,
         )
+
+    def _details(self, commit: Commit) -> dict[str, Any]:
+        """What only somebody who looks at the round wants to know."""
+        probability, rank = target_view(commit.verified, commit.path[0][-1], commit.bonus[0])
+        drafted = self.drafted if self.stats.records else None  # the prompt's round drafts nothing
+        sizing = None
+        if self.sizer is not None and drafted is not None and len(drafted) > 1:
+            context = self.cache.filled - len(commit.path[0])
+            sizing = self.sizer.explain(drafted, context, nodes=len(commit.verified.tree) - 1)
+        draft = drafted if drafted is not None and len(drafted) > 1 else None
+        return {"target_probability": probability, "target_rank": rank, "sizing": sizing, "draft": draft}
 
     # ---------------------------------------------------------------- around them
 

@@ -19,6 +19,25 @@ from .tree import FloatArray, IntArray, TokenTree
 
 
 @dataclasses.dataclass(frozen=True)
+class Sizing:
+    """Why a drafted tree was cut to the size that was verified: gain against price, both by nodes (0 to those drafted).
+
+    Attributes:
+        gain: tokens that the n best nodes promise, calibrated: S(n).
+        seconds: of a round with n nodes, drafting left out: T(1 + n), as measured here so far.
+        rate: tokens that a second is worth here: the n with the largest gain - rate * (seconds[n] - seconds[0]) is best.
+        affordable: the most nodes that the account of earlier gains and losses can pay for.
+        nodes: verified.
+    """
+
+    gain: list[float]
+    seconds: list[float]
+    rate: float
+    affordable: int
+    nodes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class RoundRecord:
     """One round. Round 0 is the prompt's forward: its tree is the prompt's last token alone.
 
@@ -33,6 +52,12 @@ class RoundRecord:
         bonus: the target's own token at the end; None where decoding stopped on a drafted token.
         seconds: wall clock, by part: "draft" (all that the drafter does), "verify" (the target's forward), "host" (all
             else).
+        target_probability: with `stream(..., detail=True)`: for each node the target's probability of its token after its
+            parent, of raw logits (temperature 1); 1 for the root. The bonus, where there is one, comes last. None else.
+        target_rank: likewise, how many tokens the target thought likelier; 0 is its first choice.
+        sizing: with `detail`, what the round's size was decided by; None where nothing was drafted or sized.
+        draft: with `detail`, the tree as it was drafted, before it was cut, with the drafter's own scores; None where
+            nothing was drafted.
     """
 
     index: int
@@ -43,6 +68,10 @@ class RoundRecord:
     committed: list[int]
     bonus: int | None
     seconds: dict[str, float]
+    target_probability: list[float] | None = None
+    target_rank: list[int] | None = None
+    sizing: Sizing | None = None
+    draft: TokenTree | None = None
 
     @property
     def accepted(self) -> int:
@@ -60,7 +89,10 @@ class RoundRecord:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers, ready for JSON."""
-        fields = dataclasses.asdict(self)
+        fields = dataclasses.asdict(dataclasses.replace(self, draft=None))
+        if self.draft is not None:
+            arrays = {name: getattr(self.draft, name)[0] for name in ("tokens", "parents", "scores")}
+            fields["draft"] = {name: array.tolist() for name, array in arrays.items()}
         return {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in fields.items()}
 
 

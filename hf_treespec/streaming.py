@@ -43,7 +43,7 @@ class Stream:
         return self._decoding.result
 
 
-def stream(model: PreTrainedModel, *, tree_spec: Any = True, **generate_arguments: Any) -> Stream:
+def stream(model: PreTrainedModel, *, tree_spec: Any = True, detail: bool = False, **generate_arguments: Any) -> Stream:
     """Decodes with `model`, yielding a `RoundRecord` for each round (index 0: the prompt's forward).
 
         for record in hf_treespec.stream(model, **inputs, max_new_tokens=64):
@@ -51,10 +51,14 @@ def stream(model: PreTrainedModel, *, tree_spec: Any = True, **generate_argument
 
     Args:
         tree_spec: as in `generate`.
+        detail: fills `target_probability`, `target_rank`, `sizing` and `draft` of each record, for somebody who looks at
+            rounds. It costs time, but none that `seconds` counts, and changes nothing else.
         generate_arguments: as in `generate`.
 
     Raises:
         TreeSpecError: as `generate` does, before the first round.
     """
     enable()
-    return Stream(model.generate(tree_spec=StreamRequest(tree_spec), **generate_arguments))
+    decoding = model.generate(tree_spec=StreamRequest(tree_spec), **generate_arguments)
+    decoding.detail = detail
+    return Stream(decoding)

@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+import hf_treespec
 from hf_treespec import DemoModelError, RoundRecord, __version__, cli, demo, loading, terminal
 
 TEMPLATE = "{% for message in messages %}<user>{{ message['content'] }}{% endfor %}{{ '<model>' }}"
@@ -497,7 +498,7 @@ def test_unfinished_characters_are_held_back(tokenizer, step):
     text = "naïve 日本 🌊🌊 done"
     ids = tokenizer(text)["input_ids"]
     assert len(ids) == len(text.encode())
-    detokenizer = terminal.Detokenizer(tokenizer)
+    detokenizer = hf_treespec.Detokenizer(tokenizer)
     pieces = [detokenizer.add(ids[i : i + step]) for i in range(0, len(ids), step)]
     assert all("\ufffd" not in piece for piece in pieces)
     assert "".join(pieces) + detokenizer.end() == text
@@ -505,7 +506,7 @@ def test_unfinished_characters_are_held_back(tokenizer, step):
 
 def test_broken_bytes_come_out_in_the_end(tokenizer):
     ids = tokenizer("a🌊")["input_ids"][:-1]
-    detokenizer = terminal.Detokenizer(tokenizer)
+    detokenizer = hf_treespec.Detokenizer(tokenizer)
     assert detokenizer.add(ids) == "a"
     assert detokenizer.end() == tokenizer.decode(ids)[1:]
 
@@ -518,7 +519,7 @@ def test_tidied_spaces_are_never_given_out_too_early():
         def decode(self, ids, skip_special_tokens=False):
             return "".join(self.words[i] for i in ids).replace(" ,", ",").replace(" .", ".")
 
-    detokenizer = terminal.Detokenizer(Tidy())
+    detokenizer = hf_treespec.Detokenizer(Tidy())
     pieces = [detokenizer.add([i]) for i in range(8)] + [detokenizer.end()]
     assert "".join(pieces) == "Well it isn't, is it."
 

@@ -12,7 +12,7 @@ from .medusa import MedusaDrafter
 from .model import ModelDrafter
 from .mtp import MtpDrafter
 from .ngram import NgramDrafter
-from .recycling import RecyclingDrafter
+from .recycling import RecyclingDrafter, fresh_tables
 from .shared_kv import SharedKvDrafter
 from .union import UnionDrafter
 from .universal import UniversalDrafter
@@ -37,6 +37,7 @@ __all__ = [
     "UnionDrafter",
     "UniversalDrafter",
     "drafter_names",
+    "fresh_tables",
     "inspect_checkpoint",
     "load_drafter",
     "make_drafter",

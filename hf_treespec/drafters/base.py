@@ -9,6 +9,7 @@ import abc
 import copy
 import dataclasses
 import difflib
+import inspect
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -135,6 +136,7 @@ class Drafter(abc.ABC):
         forwards: of its own model in the last `draft`, so that a level's price can be measured; 0 for drafters without.
         uses_assistant_model: whether the call's `assistant_model` is for this drafter.
         uses_assistant_tokenizer: whether it translates between the call's `tokenizer` and `assistant_tokenizer`.
+        needs: what must be given to it besides the target, in words; "" where it drafts by its name alone.
     """
 
     name: ClassVar[str] = "unnamed"
@@ -142,6 +144,7 @@ class Drafter(abc.ABC):
     forwards: int = 0
     uses_assistant_model: ClassVar[bool] = False
     uses_assistant_tokenizer: ClassVar[bool] = False
+    needs: ClassVar[str] = ""
 
     @classmethod
     def made_for(cls, assistant_model: PreTrainedModel) -> bool:
@@ -188,12 +191,24 @@ def register_drafter(name: str) -> Callable[[D], D]:
     return register
 
 
-def drafter_names() -> list[str]:
-    """Every registered name, sorted; installed packages with an entry point in `hf_treespec.drafters` included."""
+def drafter_names(*, alone: bool = False) -> list[str]:
+    """Every registered name, sorted; installed packages with an entry point in `hf_treespec.drafters` included.
+
+    Args:
+        alone: only those that need no further file or model: `tree_spec="<name>"` is enough.
+    """
     for point in entry_points(group=ENTRY_POINTS):
         if point.name not in _registry:
             point.load()  # its module registers itself
-    return sorted(_registry)
+    return sorted(name for name, kind in _registry.items() if not alone or _drafts_alone(kind))
+
+
+def _drafts_alone(kind: type[Drafter]) -> bool:
+    """Whether it says so, and its constructor agrees."""
+    if kind.needs or kind.uses_assistant_model:
+        return False
+    arguments = inspect.signature(kind).parameters.values()
+    return all(a.default is not a.empty or a.kind in (a.VAR_POSITIONAL, a.VAR_KEYWORD) for a in arguments)
 
 
 def drafter_class(name: str) -> type[Drafter]:

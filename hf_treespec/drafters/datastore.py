@@ -189,6 +189,8 @@ class DatastoreDrafter(SourceDrafter):
         width: continuations of one match at most.
     """
 
+    needs = "a datastore of earlier texts"
+
     def __init__(
         self, path: str | os.PathLike[str] | Datastore | None = None, min_match: int = 1, width: int = 4
     ) -> None:

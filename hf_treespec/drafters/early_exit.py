@@ -52,6 +52,7 @@ class EarlyExitDrafter(ModelDrafter):
     """
 
     uses_assistant_model = False
+    needs = ""
 
     def __init__(self, layers: int | Sequence[int] | None = None, wave: int = 4, min_gain: float | None = None) -> None:
         super().__init__(None, wave, min_gain)

@@ -160,6 +160,8 @@ class HeadDrafter(Drafter):
         _unread: the pairs that were committed since the last draft; the last pair's token is the root.
     """
 
+    needs = "a trained head"
+
     def start(self, prompt: Prompt) -> None:
         pairs = prompt_pairs(prompt, self.hidden_layers)
         self._unread = Pairs(pairs.states[:0], [], pairs.position + len(pairs.tokens))

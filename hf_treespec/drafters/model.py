@@ -38,6 +38,7 @@ class ModelDrafter(Drafter):
     """
 
     uses_assistant_model = True
+    needs = "a small model with the target's tokenizer"
 
     def __init__(self, model: PreTrainedModel | None = None, wave: int = 4, min_gain: float | None = None) -> None:
         check_growth(wave, min_gain)

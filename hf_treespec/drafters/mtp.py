@@ -58,6 +58,7 @@ class MtpDrafter(HeadDrafter):
     """
 
     hidden_layers = (-1,)
+    needs = "a target with layers that predict several tokens"
 
     def __init__(
         self,

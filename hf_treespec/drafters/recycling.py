@@ -11,10 +11,11 @@ two tokens are known, the last one alone speaks for what chance they leave.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -183,6 +184,19 @@ def exchange_tables(target: object, tables: Tables | None = None) -> Tables:
     old = _tables.pop(target, {})
     _tables[target] = {} if tables is None else tables
     return old
+
+
+@contextlib.contextmanager
+def fresh_tables(target: object) -> Iterator[None]:
+    """Within the block a target has learnt nothing from earlier texts, nor later ones from those of the block.
+
+    For comparisons on one prompt, as the demos make them: who decodes it first must not teach the next.
+    """
+    before = exchange_tables(target)
+    try:
+        yield
+    finally:
+        exchange_tables(target, before)
 
 
 def check_width(width: int) -> int:

@@ -48,6 +48,7 @@ class SharedKvDrafter(HeadDrafter):
     """
 
     uses_assistant_model = True
+    needs = "the assistant that was trained for the target"
     hidden_layers = (-1,)
 
     def __init__(self, model: PreTrainedModel | None = None, wave: int = 4, min_gain: float | None = None) -> None:

@@ -35,6 +35,7 @@ class UniversalDrafter(ModelDrafter):
     """
 
     uses_assistant_tokenizer = True
+    needs = "a small model, and both tokenizers"
 
     def __init__(
         self,
