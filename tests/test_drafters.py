@@ -33,6 +33,7 @@ from hf_treespec import (
 from hf_treespec.accept import NoiseWindow
 from hf_treespec.drafters.checkpoint import Checkpoint, _formats
 from hf_treespec.drafters.ngram import SuffixAutomaton
+from hf_treespec.drafters.source import coupled
 from hf_treespec.verify import Verified
 
 BUDGET = Budget(max_nodes=24, max_depth=6, max_children=3)
@@ -152,6 +153,25 @@ def test_claims_are_held_against_the_target_at_every_node(do_sample: bool) -> No
             expected += sum(float(p[node, t]) for t in claim.tokens) if do_sample else held
     assert expected > 1
     assert sum(source.odds._hits) - hits == pytest.approx(expected, abs=1e-5)
+
+
+def test_guesses_are_coupled_to_the_draw() -> None:
+    """Over many draws: what the guesses get together is how often the target's choice is among them, and the one that
+    gets most is chosen more often than by the chances alone."""
+    rng = np.random.default_rng(0)
+    p = rng.dirichlet(np.full(12, 0.7))
+    chances = {token: float(p[token]) for token in range(6)}
+    promised, held, first, plainly = 0.0, 0, 0, 0
+    for _ in range(4000):
+        noise = rng.exponential(size=12).astype(np.float32)
+        choice = int(np.argmax(p / noise))
+        shifted = coupled(chances, noise)
+        promised += sum(shifted.values())
+        held += choice in chances
+        first += choice == max(shifted, key=shifted.__getitem__)
+        plainly += choice == max(chances, key=chances.__getitem__)
+    assert promised == pytest.approx(held, rel=0.05)
+    assert first > 1.3 * plainly
 
 
 def _walk(source: Any, tree: TokenTree, node: int) -> Any:
