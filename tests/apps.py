@@ -33,9 +33,13 @@ HOSTILE = [
     "<!--",
 ]
 PROMPT = "abc abd abc abe abc"
-# What Gradio's server warns of that is not ours: sockets and event loops are left to the garbage collector, and an option
-# of pandas that it sets while it sums up its queue is going to vanish.
-GRADIO_WARNINGS = ("ignore:unclosed:ResourceWarning", "ignore:'future.no_silent_downcasting' is deprecated")
+# What Gradio's server warns of that is not ours: sockets and event loops are left to the garbage collector, and two options
+# of pandas that it uses while it sums up its queue are going to vanish.
+GRADIO_WARNINGS = (
+    "ignore:unclosed:ResourceWarning",
+    "ignore:'future.no_silent_downcasting' is deprecated",
+    "ignore:The copy keyword is deprecated",
+)
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
