@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import VOCAB, build, plain, prompt, target
+import transformers
+from conftest import LLAMA, VOCAB, build, plain, prompt, target
 from safetensors.torch import save_file
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 import hf_treespec
 from hf_treespec import Budget, CheckpointError, DraftContext, DrafterError, EagleDrafter, TokenTree, cli
+from hf_treespec.drafters.head import taps
 from hf_treespec.packing import can_pack
+from hf_treespec.verify import Verified
 
 H, HEADS, KV, SIZE, INNER, DRAFTED = 32, 4, 2, 8, 40, 40
 LAYER = {
@@ -350,10 +353,29 @@ def test_sampled_children_follow_the_targets_noise(deep: PreTrainedModel, tmp_pa
     assert all(a == b for a, b in seen)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mixtral", "mistral", "gpt2"])
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("Qwen2", LLAMA),
+    "phi3": ("Phi3", LLAMA),
+    "gpt_oss": ("GptOss", {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8}),
+}
+
+
+def of_family(family: str) -> PreTrainedModel:
+    if family not in OTHERS:
+        return target(family)
+    name, options = OTHERS[family]
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**options, tie_word_embeddings=False)
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model.generation_config.eos_token_id, model.generation_config.pad_token_id = None, 0
+    return model
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "mixtral", "mistral", "gpt2", *OTHERS])
 def test_targets_of_other_families(family: str, tmp_path: Path) -> None:
     """Embeddings, lm_head and states are found whatever a family calls them."""
-    model = target(family)
+    model = of_family(family)
     folder, config, tensors = write(tmp_path, "eagle2_qwen")
     loaded = hf_treespec.load_drafter(folder, target=model, min_gain=0.0)
     text = plain(model, prompt(8), 10)
@@ -377,6 +399,32 @@ def test_a_packed_target_lends_its_lm_head(llama: PreTrainedModel, tmp_path: Pat
         spec = {"drafter": drafter, "max_nodes": 6, "fallback": False}
         assert model.generate(prompt(8), max_new_tokens=10, do_sample=False, tree_spec=spec)[0].tolist() == text
     assert len(drafter.checked) >= 3
+
+
+def test_a_quantised_target_lends_its_lm_head(llama: PreTrainedModel, tmp_path: Path) -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model = copy.deepcopy(llama)
+    wide = torch.nn.functional.pad(model.lm_head.weight.data, (0, 0, 0, 3))  # rows that fill whole blocks
+    layer = bnb.nn.Linear4bit(H, len(wide), bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    layer.weight = bnb.nn.Params4bit(wide, requires_grad=False, quant_type="nf4")
+    model.lm_head = layer.to("cpu")
+    model.config.vocab_size = len(wide)
+    folder, config, tensors = write(tmp_path, "eagle2_qwen")
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": len(wide)}))
+    text = plain(model, prompt(8), 10)
+    loaded = hf_treespec.load_drafter(folder, target=model, min_gain=0.0)
+    drafter = Checked(loaded, Slow(config, tensors, model, (-1,)), text)
+    spec = {"drafter": drafter, "max_nodes": 6, "fallback": False}
+    assert model.generate(prompt(8), max_new_tokens=10, do_sample=False, tree_spec=spec)[0].tolist() == text
+    assert len(drafter.checked) >= 3
+
+
+def test_states_that_a_target_leaves_out_are_named() -> None:
+    states = (torch.zeros(1, 9, H), torch.zeros(1, 9, H), torch.zeros(1, 1, H))
+    verified = Verified(TokenTree.root_only(1), torch.zeros(1, 1, VOCAB), states)
+    assert taps(verified, (0, 1)).shape == (9, 2 * H)
+    with pytest.raises(DrafterError, match=r"after layers \(0, 2\) are of \[9, 1\] tokens: it leaves some out"):
+        taps(verified, (0, 2))
 
 
 @pytest.mark.parametrize("layout", ["modelopt", "speculators"])

@@ -49,9 +49,19 @@ class Pairs:
 
 
 def taps(verified: Verified, layers: Sequence[int]) -> torch.Tensor:
-    """(T, k·h): the states of a forward at `layers`, side by side."""
+    """(T, k·h): the states of a forward at `layers`, side by side.
+
+    Raises:
+        DrafterError: the target leaves out some states of some layers (Gemma 3n and 4 do, where layers share keys).
+    """
     assert verified.hidden_states is not None, "the loop gives states to drafters with `hidden_layers`"
     states = [verified.hidden_states[layer][0] for layer in layers]
+    lengths = [len(state) for state in states]
+    if len(set(lengths)) > 1:
+        raise DrafterError(
+            f"this target's states after layers {tuple(layers)} are of {lengths} tokens: it leaves some out, so that a head "
+            "cannot read them side by side. Use another drafter, e.g. tree_spec='union'."
+        )
     return torch.cat([s.to(states[-1].device) for s in states], dim=-1)
 
 
