@@ -33,7 +33,8 @@ from hf_treespec import (
 from hf_treespec.accept import NoiseWindow
 from hf_treespec.drafters.checkpoint import Checkpoint, _formats
 from hf_treespec.drafters.ngram import SuffixAutomaton
-from hf_treespec.drafters.source import coupled
+from hf_treespec.drafters.recycling import RecyclingSource, Successors
+from hf_treespec.drafters.source import Answers, coupled, top
 from hf_treespec.verify import Verified
 
 BUDGET = Budget(max_nodes=24, max_depth=6, max_children=3)
@@ -132,7 +133,7 @@ def test_ngram_goes_on_past_the_end_of_a_periodic_text() -> None:
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
-def test_claims_are_held_against_the_target_at_every_node(do_sample: bool) -> None:
+def test_guesses_are_held_against_the_target_at_every_node(do_sample: bool) -> None:
     """Also at rejected ones: a hit where the target's choice is among the tokens; its probability where it samples."""
     ids = [5, 6, 7, 5, 6, 8, 5, 6]
     drafter = started(NgramDrafter(), ids, do_sample=do_sample)
@@ -141,18 +142,36 @@ def test_claims_are_held_against_the_target_at_every_node(do_sample: bool) -> No
     logits = torch.full((1, 4, 61), -5.0)
     for node, token in enumerate([7, 5, 5, 9]):
         logits[0, node, token] = 1.0
-    claims = _claims(ids, tree)
-    tries = sum(source.odds._tries)
-    hits = sum(source.odds._hits)
-    drafter.observe(Commit([[7, 5]], [[0, 1]], [5], Verified(tree, logits)))
-    assert sum(source.odds._tries) - tries == sum(map(len, claims))
+    asked = [source._suffixes(_walk(source, tree, node)) for node in range(4)]
+    tries, hits = sum(source.odds._tries), sum(source.odds._hits)
     p, answers, expected = logits[0].softmax(-1), [7, 5, 5, 9], 0.0
-    for node, said in enumerate(claims):
-        for claim in said:
-            held = float(answers[node] in claim.tokens)
-            expected += sum(float(p[node, t]) for t in claim.tokens) if do_sample else held
+    for node, suffixes in enumerate(asked):
+        for _, tokens in suffixes:
+            expected += sum(float(p[node, t]) for t in tokens) if do_sample else float(answers[node] in tokens)
+    drafter.observe(Commit([[7, 5]], [[0, 1]], [5], Verified(tree, logits)))
+    assert sum(source.odds._tries) - tries == sum(map(len, asked)) > 4
     assert expected > 1
     assert sum(source.odds._hits) - hits == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_recycled_guesses_are_held_against_the_target_at_every_node(do_sample: bool) -> None:
+    source = RecyclingSource(Successors(2))
+    for token in (5, 6):
+        source.read(token)
+    source.table.store([[6], [7, (6, 7)]], np.array([[7, 8], [9, 5]]), np.array([[0.95, 0.05], [0.5, 0.5]], np.float32))
+    tree = TokenTree([6, 7, 8], [-1, 0, 0])
+    logits = torch.full((1, 3, 61), -5.0)
+    logits[0, 0, 8], logits[0, 1, 9], logits[0, 2, 9] = 3.0, 3.0, 3.0
+    before = [sum(odds._hits) for odds in source.odds]
+    answers = Answers(Commit([[8, 9]], [[0, 2]], [9], Verified(tree, logits)), 1.0 if do_sample else None, 2)
+    source.learn([(5, 6), (6, 7), (6, 8)], answers)
+    p = logits[0].softmax(-1)
+    one = float(p[0, 7] + p[0, 8] + p[1, 9] + p[1, 5]) if do_sample else 2.0  # the last token alone: at nodes 0 and 1
+    two = float(p[1, 9] + p[1, 5]) if do_sample else 1.0  # the last two: only 6-7 is known
+    assert [sum(odds._hits) - b for odds, b in zip(source.odds, before, strict=True)] == pytest.approx(
+        [one, two], abs=1e-5
+    )
 
 
 def test_guesses_are_coupled_to_the_draw() -> None:
@@ -179,12 +198,6 @@ def _walk(source: Any, tree: TokenTree, node: int) -> Any:
     for n in tree.path(node)[1:]:
         state = source.step(state, int(tree.tokens[0, n]))
     return state
-
-
-def _claims(ids: list[int], tree: TokenTree) -> list[list[Any]]:
-    """What a source that has just read `ids` says at each node."""
-    source = started(NgramDrafter(), ids)._sources[0]  # type: ignore[attr-defined]
-    return [source.claims(_walk(source, tree, node)) for node in range(len(tree))]
 
 
 def test_min_match_asks_for_more() -> None:
@@ -277,25 +290,21 @@ def test_contract_types_are_frozen() -> None:
 
 
 def test_top_of_a_large_vocabulary_is_exact() -> None:
-    from hf_treespec.drafters.recycling import _top
-
     for size in (4096, 4100, 512):  # in chunks; not a multiple of a chunk; too few chunks
         scores = torch.randn(7, size)
-        values, places = _top(scores, 8)
+        values, places = top(scores, 8)
         expected = scores.topk(8, dim=-1)
         assert torch.equal(values, expected.values) and torch.equal(places, expected.indices)
 
 
 def test_recycling_keeps_what_the_target_thought_also_at_rejected_nodes(llama: PreTrainedModel) -> None:
-    from hf_treespec.drafters.recycling import RecyclingSource, Successors
-
     source = RecyclingSource(Successors(4))
     for token in (5, 6):
         source.read(token)
     tree = TokenTree([6, 7, 8, 9], [-1, 0, 0, 2])  # the text ... 5 6; drafted 7, and 8 9
     logits = torch.randn(1, 4, 61)
     source._before_root = 5
-    source.look(Verified(tree, logits))
+    source.look(Answers(Commit([[7]], [[0]], [7], Verified(tree, logits)), None, 4))
     best = logits[0].topk(4).indices.tolist()
     for context, row in ((6, 0), ((5, 6), 0), (7, 1), ((6, 7), 1), (8, 2), (9, 3), ((8, 9), 3)):
         assert [token for token, _ in source.table.after(context)] == best[row]
@@ -310,7 +319,7 @@ def test_recycling_tables_are_bounded(monkeypatch: Any) -> None:
     monkeypatch.setattr(recycling, "MAX_CONTEXTS", 100)
     table = recycling.Successors(2)
     for start in range(0, 1000, 10):
-        table.store([[t] for t in range(start, start + 10)], torch.randn(10, 61))
+        table.store([[t] for t in range(start, start + 10)], np.ones((10, 2)), np.ones((10, 2)))
     assert len(table.place) <= 110
     assert table.after(999)
 
@@ -335,7 +344,7 @@ def test_the_union_holds_what_its_members_propose(llama: PreTrainedModel) -> Non
     ids = [*range(2, 30), 2, 3, 4, 5]
     union = started(UnionDrafter(width=3), ids, llama)
     assert (6, 7, 8, 9, 10, 11) in paths(drafted(union, ids))
-    union._sources[1].table.store([[5]], torch.eye(61)[[50]] * 9)  # type: ignore[attr-defined]
+    union._sources[1].table.store([[5]], np.array([[50, 0, 1]]), np.array([[0.9, 0.05, 0.05]]))  # type: ignore[attr-defined]
     assert {(6,), (50,)} <= paths(drafted(union, ids))
 
 

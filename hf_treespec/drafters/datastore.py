@@ -14,12 +14,15 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from ..datastore import CONTEXT, NOWHERE, Datastore, Interval
 from ..errors import DrafterError
 from .base import Prompt, register_drafter
-from .source import Claim, Odds, Source, SourceDrafter
+from .source import Answers, Odds, Source, SourceDrafter
 
 # Kinds of guesses: by match length 1, 2, 3, 4-5, 6-8, 9-15, 16, and by share. Priors: means over 120 of SmolLM2-135M's
 # greedy answers to instruction prompts, in a datastore of 680 others, rounded.
@@ -86,7 +89,7 @@ class Place:
 
 
 class DatastoreSource(Source):
-    """States are places. It claims only what a draft has asked for: reading a long prompt costs no lookups."""
+    """States are places. It learns only from what a draft has asked for: reading a long prompt costs no lookups."""
 
     def __init__(self, store: Datastore, min_match: int = 1, width: int = 4) -> None:
         self.store, self.min_match, self.width = store, min_match, width
@@ -102,8 +105,16 @@ class DatastoreSource(Source):
         self._recent.append(self._place)
         self._recent[0].before = None  # no match reaches further back
 
-    def claims(self, state: Place) -> list[Claim]:
-        return [Claim(self.odds, kind, (token,)) for kinds in state.guesses or () for token, kind in kinds.items()]
+    def learn(self, states: Sequence[Place], answers: Answers) -> None:
+        said = [
+            (node, token, kind)
+            for node, state in enumerate(states)
+            for kinds in state.guesses or ()
+            for token, kind in kinds.items()
+        ]
+        if said:
+            nodes, tokens, kinds = np.array(said).T
+            self.odds.count_all(kinds, answers.at(nodes, tokens))
 
     def root(self) -> Place:
         return self._place

@@ -16,10 +16,11 @@ Prompt lookup (Saxena 2023) is the chain of this; SAM decoding (Hu et al. 2024) 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 from ..errors import DrafterError
 from .base import Prompt, register_drafter
-from .source import MIN_SCORE, Claim, Odds, Source, SourceDrafter
+from .source import MIN_SCORE, Answers, Odds, Source, SourceDrafter
 
 # Match lengths with their own a(m): 1, 2, 3, 4-5, 6-8, 9-15, 16 and more. Priors: means over SmolLM2-135M's greedy
 # answers to instruction prompts, rounded.
@@ -107,13 +108,20 @@ class NgramSource(Source):
     def read(self, token: int) -> None:
         self.text.append(token)
 
-    def claims(self, state: int) -> list[Claim]:
+    def learn(self, states: Sequence[int], answers: Answers) -> None:
+        asked = [(node, *suffix) for node, state in enumerate(states) for suffix in self._suffixes(state)]
+        held = answers.among([node for node, _, _ in asked], [tokens for _, _, tokens in asked])
+        for (_, kind, _), hit in zip(asked, held, strict=True):
+            self.odds.count(kind, hit)
+
+    def _suffixes(self, state: int) -> list[tuple[int, dict[int, int]]]:
+        """The suffixes that `guesses` asks at a state: the kind of each, and the tokens that have followed it."""
         text, found = self.text, []
-        for _ in range(_BLENDED):  # each suffix that `guesses` asks
+        for _ in range(_BLENDED):
             if state <= 0:
                 break
             if text.next[state]:
-                found.append(Claim(self.odds, self._kind(state), text.next[state]))
+                found.append((self._kind(state), text.next[state]))
             state = text.link[state]
         return found
 

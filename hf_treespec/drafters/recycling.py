@@ -18,14 +18,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from ..errors import DrafterError
-from ..verify import Verified
+from ..tree import FloatArray, IntArray
 from .base import Prompt, register_drafter
-from .source import Claim, Odds, Source, SourceDrafter
+from .source import Answers, Odds, Source, SourceDrafter
 
-_CHUNK = 128
 # Kinds of guesses: by rank 0, 1, 2-3, 4 and later, and by stored probability. Priors: means over SmolLM2-135M's greedy
 # answers to instruction prompts, rounded; after one token, and after two.
 _RANKS, _LEVELS = (0, 1, 2, 2, 3), (0.1, 0.3, 0.6, 0.9)
@@ -56,6 +55,8 @@ _PRIORS = (
 )
 
 Context = int | tuple[int, int]
+# By rank, the first of its kinds.
+_BY_RANK = np.array([5 * _RANKS[min(rank, 4)] for rank in range(64)])
 
 
 # Contexts that a table holds before it starts afresh: about 60 MiB.
@@ -82,10 +83,8 @@ class Successors:
         other.place, other.tokens, other.chances = dict(self.place), self.tokens.copy(), self.chances.copy()
         return other
 
-    def store(self, contexts: Sequence[Sequence[Context]], logits: torch.Tensor) -> None:
-        """What follows, given logits (n, V): row i is known under each context of `contexts[i]`."""
-        best, following = _top(logits.float(), self.tokens.shape[1])
-        tokens, chances = torch.stack([following.float(), best.softmax(-1)]).cpu().numpy()  # one read; ids are exact
+    def store(self, contexts: Sequence[Sequence[Context]], tokens: IntArray, chances: FloatArray) -> None:
+        """What follows: row i of (n, width) tokens and their chances is known under each context of `contexts[i]`."""
         source = [i for i, names in enumerate(contexts) for _ in names]
         with self._lock:
             if len(self.place) > MAX_CONTEXTS:
@@ -96,22 +95,16 @@ class Successors:
                 self.tokens, self.chances = np.pad(self.tokens, more), np.pad(self.chances, more)
             self.tokens[target], self.chances[target] = tokens[source], chances[source]
 
+    def rows(self, contexts: Sequence[Context]) -> tuple[list[int], NDArray[np.int32], FloatArray]:
+        """Which of `contexts` are known, and (m, width) tokens and chances of these."""
+        found = [(i, row) for i, context in enumerate(contexts) if (row := self.place.get(context)) is not None]
+        places = [row for _, row in found]
+        return [i for i, _ in found], self.tokens[places], self.chances[places]
+
     def after(self, context: Context) -> list[tuple[int, float]]:
         """(token, chance), the likeliest first; nothing for a context that never occurred."""
         row = self.place.get(context)
         return [] if row is None else list(zip(self.tokens[row].tolist(), self.chances[row].tolist(), strict=True))
-
-
-def _top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scores.topk(count)` of (n, V): exact, but most of a large vocabulary is only looked at for its maximum."""
-    rows, size = scores.shape
-    if size % _CHUNK or size // _CHUNK <= count:
-        return scores.topk(min(count, size), dim=-1)
-    # the count best tokens lie in the count chunks with the best maxima
-    chunks = scores.view(rows, -1, _CHUNK)
-    places = chunks.amax(-1).topk(count, dim=-1).indices
-    best, within = chunks.gather(1, places[:, :, None].expand(-1, -1, _CHUNK)).flatten(1).topk(count, dim=-1)
-    return best, places.gather(1, within // _CHUNK) * _CHUNK + within % _CHUNK
 
 
 class RecyclingSource(Source):
@@ -119,6 +112,7 @@ class RecyclingSource(Source):
 
     def __init__(self, table: Successors) -> None:
         self.table = table
+        self.width = table.tokens.shape[1]
         self.odds = [Odds(prior) for prior in _PRIORS]
         self._last = (-1, -1)
         self._before_root = -1  # the token before the root of the tree that is being verified
@@ -126,21 +120,22 @@ class RecyclingSource(Source):
     def read(self, token: int) -> None:
         self._last = (self._last[1], token)
 
-    def claims(self, state: tuple[int, int]) -> list[Claim]:
-        contexts: tuple[Context, Context] = (state[1], state)
-        return [
-            Claim(odds, _kind(rank, stored), (token,))
-            for odds, context in zip(self.odds, contexts, strict=True)
-            for rank, (token, stored) in enumerate(self.table.after(context))
-        ]
+    def learn(self, states: Sequence[tuple[int, int]], answers: Answers) -> None:
+        last: list[Context] = [state[1] for state in states]
+        for odds, contexts in zip(self.odds, (last, states), strict=True):
+            nodes, tokens, stored = self.table.rows(contexts)
+            if nodes:
+                kinds = _BY_RANK[: tokens.shape[1]] + np.searchsorted(_LEVELS, stored, side="right")
+                hits = answers.at(np.array(nodes)[:, None], tokens)
+                odds.count_all(kinds.ravel(), hits.ravel())
 
-    def look(self, verified: Verified) -> None:
-        tree = verified.tree
+    def look(self, answers: Answers) -> None:
+        tree, (best, chances) = answers.tree, answers.best
         tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-        scored = range(len(tree) - verified.logits.shape[1], len(tree))  # the prompt's forward scores one token
+        scored = range(len(tree) - answers.count, len(tree))
         before = [tokens[parents[n]] if n else self._before_root for n in scored]
         contexts = [(tokens[n], (b, tokens[n])) for n, b in zip(scored, before, strict=True)]
-        self.table.store(contexts, verified.logits[0])
+        self.table.store(contexts, best[:, : self.width], chances[:, : self.width])
         self._before_root = self._last[0]
 
     def root(self) -> tuple[int, int]:

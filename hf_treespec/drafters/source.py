@@ -14,17 +14,18 @@ guess where it samples (soft labels: the chance that `match` accepts the guess t
 from __future__ import annotations
 
 import abc
+import functools
 import heapq
-import itertools
 import math
 from collections.abc import Collection, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
+import torch
 from transformers import TemperatureLogitsWarper
 
 from ..accept import NoiseWindow
-from ..tree import FloatArray, TokenTree
-from ..verify import Verified
+from ..tree import FloatArray, IntArray, TokenTree
 from .base import Budget, Commit, DraftContext, Drafter, Prompt
 
 # A path less likely than this is not worth a row in any cost model (a row costs over 1 % of a pass).
@@ -56,17 +57,100 @@ class Odds:
             self._hits[kind] *= 0.5
             self._tries[kind] *= 0.5
 
+    def count_all(self, kinds: IntArray, hits: FloatArray) -> None:
+        """Many guesses at once, flat arrays."""
+        tries = np.bincount(kinds, minlength=len(self._tries))
+        sums = np.bincount(kinds, hits, minlength=len(self._tries))
+        for kind, (count, hit) in enumerate(zip(tries.tolist(), sums.tolist(), strict=True)):
+            if count:
+                self._tries[kind] += count - 1.0
+                self._hits[kind] += hit
+                self.count(kind, 0.0)
 
-class Claim(NamedTuple):
-    """What a source says at one place: the next token is one of `tokens`. `odds[kind]` is how often that holds."""
 
-    odds: Odds
-    kind: int
-    tokens: Collection[int]
+class Answers:
+    """What the target says at the nodes of a verified tree (one row): what sources learn from.
+
+    Where it decodes greedily a token's chance is 1 or 0, whether it is the target's choice. Where it samples it is the
+    target's probability; truncation (top-k, top-p) is left out, which moves it little and is a sort of the vocabulary for
+    every node.
+
+    Args:
+        temperature: with which the target samples, or None.
+        width: best tokens of each node that somebody will ask for.
+
+    Attributes:
+        tree: the verified tree; the first `count` of its nodes were scored.
+    """
+
+    def __init__(self, commit: Commit, temperature: float | None, width: int) -> None:
+        self.tree, self._logits = commit.verified.tree, commit.verified.logits[0]
+        self.count = min(len(self.tree), len(self._logits))
+        self._commit, self._temperature, self._width = commit, temperature, width
+
+    @functools.cached_property
+    def best(self) -> tuple[IntArray, FloatArray]:
+        """(n, width) the likeliest tokens at each node, and their probabilities among each other (of raw logits)."""
+        values, tokens = top(self._logits.float(), self._width)
+        found = torch.stack([tokens.float(), values.softmax(-1)]).cpu().numpy()  # one read; ids are exact in float32
+        return found[0].astype(np.int64), found[1]
+
+    @functools.cached_property
+    def _picks(self) -> IntArray:
+        picks: IntArray = self.best[0][:, 0].copy()
+        picks[self._commit.path[0]] = self._commit.tokens[0]  # what processors made of it
+        return picks
+
+    @functools.cached_property
+    def _probabilities(self) -> torch.Tensor:
+        assert self._temperature is not None
+        return (self._logits.float() / self._temperature).softmax(-1)
+
+    def at(self, nodes: Any, tokens: Any) -> FloatArray:
+        """The chance of each token after the node of the same place (arrays of shapes that fit each other)."""
+        nodes, tokens = np.broadcast_arrays(nodes, tokens)
+        if self._temperature is None:
+            hits: FloatArray = (self._picks[nodes] == tokens).astype(np.float32)
+            return hits
+        index = (torch.from_numpy(np.array(a, dtype=np.int64)).to(self._logits.device) for a in (nodes, tokens))
+        found: FloatArray = self._probabilities[tuple(index)].cpu().numpy()
+        return found
+
+    def among(self, nodes: Sequence[int], tokens: Sequence[Collection[int]]) -> list[float]:
+        """The chance that one of `tokens[i]` follows `nodes[i]`."""
+        if self._temperature is None:
+            picks = self._picks.tolist()
+            return [float(picks[node] in some) for node, some in zip(nodes, tokens, strict=True)]
+        sizes = [len(some) for some in tokens]
+        flat = self.at(np.repeat(nodes, sizes), np.array([token for some in tokens for token in some], np.int64))
+        ends = np.cumsum([0, *sizes])
+        totals = np.concatenate([[0.0], np.cumsum(flat, dtype=np.float64)])
+        return np.minimum(1.0, totals[ends[1:]] - totals[ends[:-1]]).tolist()  # type: ignore[no-any-return]
+
+
+_CHUNK = 128
+
+
+def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`scores.topk(count)` of (n, V): exact, but most of a large vocabulary is only looked at for its maximum."""
+    rows, size = scores.shape
+    if size % _CHUNK or size // _CHUNK <= count:
+        return scores.topk(min(count, size), dim=-1)
+    # the count best tokens lie in the count chunks with the best maxima
+    chunks = scores.view(rows, -1, _CHUNK)
+    places = chunks.amax(-1).topk(count, dim=-1).indices
+    best, within = chunks.gather(1, places[:, :, None].expand(-1, -1, _CHUNK)).flatten(1).topk(count, dim=-1)
+    return best, places.gather(1, within // _CHUNK) * _CHUNK + within % _CHUNK
 
 
 class Source(abc.ABC):
-    """Guesses the next token at any node of a tree. One object a call; its state moves with the text."""
+    """Guesses the next token at any node of a tree. One object a call; its state moves with the text.
+
+    Attributes:
+        width: how many of the target's likeliest tokens `look` reads at each node.
+    """
+
+    width: int = 1
 
     @abc.abstractmethod
     def read(self, token: int) -> None:
@@ -84,12 +168,11 @@ class Source(abc.ABC):
     def guesses(self, state: Any) -> dict[int, float]:
         """Tokens that may follow `state`, each with its chance in (0, 1]."""
 
-    def claims(self, state: Any) -> list[Claim]:
-        """What it says of the token that follows `state`, for its odds to be learnt from the target's answer."""
-        return []
+    def learn(self, states: Sequence[Any], answers: Answers) -> None:  # noqa: B027 - optional hook
+        """Every round, before the text grows: `states[node]` is where the target stood when it answered at a node."""
 
-    def look(self, verified: Verified) -> None:  # noqa: B027 - optional hook
-        """Every round, after the text has grown: the target's logits at all nodes, rejected ones too."""
+    def look(self, answers: Answers) -> None:  # noqa: B027 - optional hook
+        """Every round, after the text has grown."""
 
 
 class SourceDrafter(Drafter):
@@ -107,48 +190,16 @@ class SourceDrafter(Drafter):
                 source.read(token)
 
     def observe(self, commit: Commit) -> None:
-        self._learn(commit)
+        answers = Answers(commit, self._temperature, max(source.width for source in self._sources))
+        tokens, parents = answers.tree.tokens[0].tolist(), answers.tree.parents[0].tolist()
         for source in self._sources:
+            states = [source.root()]
+            for node in range(1, answers.count):
+                states.append(source.step(states[parents[node]], tokens[node]))
+            source.learn(states, answers)  # before it is told how the text goes on
             for token in commit.tokens[0]:
                 source.read(token)
-            source.look(commit.verified)
-
-    def _learn(self, commit: Commit) -> None:
-        """Holds the sources' claims at all verified nodes against the target, before the text grows."""
-        tree = commit.verified.tree
-        tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-        states: list[list[Any]] = []
-        claims: list[tuple[int, Claim]] = []
-        for node in range(min(len(tree), commit.verified.logits.shape[1])):
-            if node == 0:
-                states.append([source.root() for source in self._sources])
-            else:
-                before = zip(self._sources, states[parents[node]], strict=True)
-                states.append([source.step(state, tokens[node]) for source, state in before])
-            for source, state in zip(self._sources, states[node], strict=True):
-                claims += [(node, claim) for claim in source.claims(state)]
-        heat = self._temperature
-        labels = self._hits(commit, claims) if heat is None else self._chances(commit.verified, claims, heat)
-        for (_, claim), label in zip(claims, labels, strict=True):
-            claim.odds.count(claim.kind, label)
-
-    def _hits(self, commit: Commit, claims: Sequence[tuple[int, Claim]]) -> list[float]:
-        """Whether each claim holds: the target's choice at the claim's node is among its tokens."""
-        picks = commit.verified.logits[0].argmax(-1).tolist()
-        for node, token in zip(commit.path[0], commit.tokens[0], strict=True):
-            picks[node] = token  # what processors made of it
-        return [float(picks[node] in claim.tokens) for node, claim in claims]
-
-    def _chances(self, verified: Verified, claims: Sequence[tuple[int, Claim]], temperature: float) -> list[float]:
-        """How likely each claim is to hold where the target samples. Truncation (top-k, top-p) is left out: it moves
-        these chances little, and is a sort of the vocabulary for every node."""
-        probabilities = (verified.logits[0].float() / temperature).softmax(-1)
-        nodes = [node for node, claim in claims for _ in claim.tokens]
-        found = probabilities[nodes, [token for _, claim in claims for token in claim.tokens]].tolist()
-        ends = itertools.accumulate(len(claim.tokens) for _, claim in claims)
-        return [
-            min(1.0, sum(found[end - len(claim.tokens) : end])) for end, (_, claim) in zip(ends, claims, strict=True)
-        ]
+            source.look(answers)
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         tokens, parents, scores, depths = [context.last_token], [-1], [1.0], [0]
