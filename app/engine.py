@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import importlib.util
 import logging
+import os
 import platform
 import threading
 import time
@@ -295,6 +296,8 @@ def load(
             and nothing is computed.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu":
+        _share_the_cores()
     target = _load_target(model, device)
     helper = None if assistant is None else AutoModelForCausalLM.from_pretrained(assistant).to(device).eval()
     can_quantise = all(importlib.util.find_spec(name) for name in ("bitsandbytes", "accelerate"))
@@ -305,6 +308,14 @@ def load(
     elif engine.has_nf4:
         engine.target(Settings(quantised=True))
     return engine
+
+
+def _share_the_cores() -> None:
+    """Half the cores for torch. Arms run on several threads of the server, each with torch's own helpers; where these are
+    more than there are cores, OpenMP lets them sleep between operations, which halves the speed of single rows: plain
+    decoding would look twice as slow as it is. The server needs a core too."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), cores // 2)))
 
 
 def _load_target(name: str | None, device: str, *, nf4: bool = False) -> Target:
