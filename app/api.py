@@ -1,6 +1,6 @@
 """The one public endpoint, for gradio_client, HTTP and MCP: `decode`, with typed arguments and a typed result.
 
-Everybody gets the limits of the page. It yields what is known so far about once a second, so that a caller who leaves is
+Everybody gets the limits of the page. It yields what is known so far about twice a second, so that a caller who leaves is
 noticed, and at last the whole result.
 """
 
@@ -17,7 +17,7 @@ from settings import Settings, SettingsError, check
 
 from hf_treespec import TreeSpecError
 
-PROGRESS_SECONDS = 0.7
+PROGRESS_SECONDS = 0.5
 
 
 class ArmResult(TypedDict):

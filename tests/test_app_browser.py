@@ -236,7 +236,7 @@ def test_stop_frees_the_models_and_the_next_run_works(browser: Any) -> None:
         visit.phase("running")
         visit.page.wait_for_timeout(600)
         visit.page.click("#stop")
-        assert engine._lock.acquire(timeout=1.5)
+        assert engine._lock.acquire(timeout=1.0)
         engine._lock.release()
         visit.phase("stopped")
         assert visit.text(".ts-status") == "Stopped."
@@ -248,7 +248,7 @@ def test_stop_frees_the_models_and_the_next_run_works(browser: Any) -> None:
         visit.page.click("#go")
         visit.phase("running")
         visit.page.close()
-        assert engine._lock.acquire(timeout=1.5)
+        assert engine._lock.acquire(timeout=1.0)
         engine._lock.release()
         assert visit.complaints == []
 

@@ -207,11 +207,11 @@ def test_a_cancelled_call_frees_the_models_within_a_second(slow_engine: Any) -> 
         client = Client(address, verbose=False)
         job = client.submit(prompt=apps.PROMPT, new_tokens=150, api_name="/decode")
         wait_for_a_run(slow_engine)
-        time.sleep(0.9)  # it has reported once
+        time.sleep(0.9)  # it has reported
         began = time.monotonic()
         job.cancel()
         assert free_within(slow_engine, 3)
-        assert time.monotonic() - began < 1.5  # at most a report's interval, and a round
+        assert time.monotonic() - began < 1  # at most a report's interval, and a round
         assert client.predict(prompt=apps.PROMPT, new_tokens=1, api_name="/decode")["finished"]
 
 
