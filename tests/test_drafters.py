@@ -32,6 +32,7 @@ from hf_treespec import (
 )
 from hf_treespec.accept import NoiseWindow
 from hf_treespec.drafters.checkpoint import Checkpoint, _formats
+from hf_treespec.drafters.near_miss import NearMissSource
 from hf_treespec.drafters.ngram import SuffixAutomaton
 from hf_treespec.drafters.recycling import RecyclingSource, Successors
 from hf_treespec.drafters.source import Answers, coupled, top
@@ -311,6 +312,58 @@ def test_recycling_keeps_what_the_target_thought_also_at_rejected_nodes(llama: P
     assert source.table.after((5, 9)) == []
     guesses = source.guesses((5, 6))
     assert next(iter(guesses)) == best[0][0] and 0 < sum(guesses.values()) <= 1
+
+
+# The text ends 5 6; drafted below 6: 7 8 9, and 10. The target wants 11 instead.
+NEAR_MISS = TokenTree([6, 7, 8, 9, 10], [-1, 0, 1, 2, 0])
+
+
+def _near_misses(choice: int | None = 11) -> tuple[NearMissSource, Answers]:
+    logits = (-5.0 - 0.01 * torch.arange(61.0)).repeat(1, 5, 1)  # the rest: low ids first
+    for node, likely in enumerate([(11, 7, 30), (8, 31), (32, 9), (33,), (34,)]):
+        for rank, token in enumerate(likely):
+            logits[0, node, token] = 4.0 - rank
+    source = NearMissSource()
+    stop = [[11]] if choice is not None else [[7]]
+    answers = Answers(Commit(stop, [[0]], [choice], Verified(NEAR_MISS, logits)), None, source.width)
+    source.look(answers)
+    return source, answers
+
+
+def test_what_follows_a_replaced_token_is_tried_after_the_one_in_its_place() -> None:
+    source, _ = _near_misses()
+    guesses = source.guesses(source.root())
+    assert {8, 31} <= set(guesses), "what the target said after 7, the likelier of the two drafts that it replaced"
+    assert {7, 30} <= set(guesses), "what else it thought likely where it chose 11"
+    assert 11 not in guesses and 34 not in guesses
+    after_8 = source.guesses(source.step(source.root(), 8))
+    after_7 = source.guesses(source.step(source.root(), 7))
+    assert {32, 9} <= set(after_8), "the draft 7 8 was verified as far as what follows 8"
+    assert {8, 31} <= set(after_7), "the draft resumed behind the delayed 7"
+    deeper = source.step(source.step(source.root(), 7), 8)
+    assert set(source.guesses(deeper)) == set(after_8)
+    assert source.guesses(source.step(source.root(), 50)) == {}
+
+
+def test_near_misses_of_a_text_that_went_on_as_drafted_are_none() -> None:
+    source, _ = _near_misses(choice=None)
+    assert source.root() == () and source.guesses(source.root()) == {}
+
+
+def test_near_misses_are_held_against_the_target() -> None:
+    source, _ = _near_misses()
+    before, tries = np.array(source.odds._hits), np.array(source.odds._tries)
+    guesses = source.guesses(source.root())
+    tree = TokenTree([11, 8], [-1, 0])
+    logits = torch.full((1, 2, 61), -5.0)
+    logits[0, 0, 8], logits[0, 1, 40] = 4.0, 4.0
+    answers = Answers(Commit([[8, 40]], [[0, 1]], [40], Verified(tree, logits)), None, source.width)
+    source.learn([source.root(), source.step(source.root(), 8)], answers)
+    after_8 = source.guesses(source.step(source.root(), 8))
+    assert sum(np.array(source.odds._tries) - tries) == len(guesses) + len(after_8)
+    changed = np.array(source.odds._hits) - before
+    assert sum(changed) == 1.0, "8 came true, nothing that was guessed behind it did"
+    assert source.guesses(source.root())[8] > guesses[8] and source.guesses(source.root())[30] < guesses[30]
 
 
 def test_recycling_tables_are_bounded(monkeypatch: Any) -> None:

@@ -88,6 +88,11 @@ class Answers:
         self.count = min(len(self.tree), len(self._logits))
         self._commit, self._temperature, self._width = commit, temperature, width
 
+    @property
+    def end(self) -> tuple[int, int | None]:
+        """The node behind which the walk left the tree, and the target's token there; None where decoding stopped."""
+        return self._commit.path[0][-1], self._commit.bonus[0]
+
     @functools.cached_property
     def best(self) -> tuple[IntArray, FloatArray]:
         """(n, width) the likeliest tokens at each node, and their probabilities among each other (of raw logits)."""

@@ -7,6 +7,7 @@ import os
 from ..datastore import Datastore
 from .base import Prompt, register_drafter
 from .datastore import DatastoreSource, check_fits, open_store
+from .near_miss import NearMissSource
 from .ngram import NgramDrafter, NgramSource
 from .recycling import RecyclingSource, check_width, table_of
 from .source import Source, SourceDrafter
@@ -14,12 +15,12 @@ from .source import Source, SourceDrafter
 
 @register_drafter("union")
 class UnionDrafter(SourceDrafter):
-    """N-gram continuations and recycled tokens in one tree, each scored by how often its kind came true.
+    """N-gram continuations, recycled tokens and near misses in one tree, each scored by how often its kind came true.
 
     Args:
         min_match: as in `ngram`.
         width: as in `recycling`.
-        datastore: a third source: the file of a datastore of earlier texts, or an open `Datastore`; see `datastore`.
+        datastore: one source more: the file of a datastore of earlier texts, or an open `Datastore`; see `datastore`.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class UnionDrafter(SourceDrafter):
 
     def sources(self, prompt: Prompt) -> list[Source]:
         table = table_of(prompt.target, self.width, prompt.verified.logits.shape[-1])
-        sources: list[Source] = [NgramSource(self.min_match), RecyclingSource(table)]
+        sources: list[Source] = [NgramSource(self.min_match), RecyclingSource(table), NearMissSource()]
         if self.store is not None:
             check_fits(self.store, prompt)
             sources.append(DatastoreSource(self.store))
