@@ -45,6 +45,7 @@ class TreeLayer(DynamicLayer):
         self.window: int | None = getattr(source, "sliding_window", None)
         self.offset = 0
         self.length = 0
+        self.capacity = 0
         if source.is_initialized and source.keys is not None and source.keys.numel():
             keys, values = source.keys, source.values
             self.offset = int(getattr(source, "cumulative_length", keys.shape[-2])) - keys.shape[-2]
@@ -53,23 +54,34 @@ class TreeLayer(DynamicLayer):
             self.update(keys, values)
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor, capacity: int) -> None:
-        self.device, self.dtype = keys.device, keys.dtype
+        self.device, self.dtype, self.capacity = keys.device, keys.dtype, capacity
         self._buffers = tuple(x.new_empty((*x.shape[:-2], capacity, x.shape[-1])) for x in (keys, values))
         self.is_initialized = True
-        self._show(0)
+        self.length = 0
 
-    def _show(self, length: int) -> None:
-        """Makes the first `length` slots the live ones. `keys` and `values` are what transformers reads."""
-        self.length = length
-        self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
+    # Views are made when somebody looks, so that to cut the cache is to write one number for each layer.
 
     @property
-    def capacity(self) -> int:
-        return int(self._buffers[0].shape[-2]) if self.is_initialized else 0
+    def keys(self) -> Any:
+        """(B, H, length, D), the live slots; None before there are any."""
+        return self._buffers[0].narrow(-2, 0, self.length) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, none: None) -> None:
+        """Where a layer of transformers is made, it has none."""
+
+    @property
+    def values(self) -> Any:
+        """As `keys`."""
+        return self._buffers[1].narrow(-2, 0, self.length) if self.is_initialized else None
+
+    @values.setter
+    def values(self, none: None) -> None:
+        """As `keys`."""
 
     def reserve(self, count: int, keep_from: int) -> None:
         """Makes room for `count` more slots; a sliding layer first drops what lies before sequence slot `keep_from`."""
-        if not self.is_initialized or self.length + count <= self.capacity:
+        if self.length + count <= self.capacity or not self.is_initialized:
             return
         drop = 0 if self.window is None else max(0, min(self.length, keep_from - self.window - self.offset))
         live = self.length - drop
@@ -81,9 +93,9 @@ class TreeLayer(DynamicLayer):
         for new, old in zip(fresh, self._buffers, strict=True):
             kept = old[..., drop : self.length, :]
             new[..., :live, :] = kept.clone() if new is old else kept  # source and destination overlap
-        self._buffers = fresh
+        self._buffers, self.capacity = fresh, int(fresh[0].shape[-2])
         self.offset += drop
-        self._show(live)
+        self.length = live
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -91,30 +103,25 @@ class TreeLayer(DynamicLayer):
         """Appends (B, H, q, D) keys and values; returns views of all live ones, (B, H, length, D)."""
         if not self.is_initialized:
             self._allocate(key_states, value_states, key_states.shape[-2] + MIN_GROWTH)
-        start, stop = self.length, self.length + key_states.shape[-2]
-        self.reserve(stop - start, keep_from=0)  # never drops here: a mask made before the forward counts on `offset`
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[..., start:stop, :] = states
-        self._show(stop)
-        return self.keys, self.values
+        start, count = self.length, key_states.shape[-2]
+        self.reserve(count, keep_from=0)  # never drops here: a mask made before the forward counts on `offset`
+        self.length = start + count
+        keys, values = self._buffers
+        keys.narrow(-2, start, count).copy_(key_states)
+        values.narrow(-2, start, count).copy_(value_states)
+        return keys.narrow(-2, 0, self.length), values.narrow(-2, 0, self.length)
 
-    def move(self, start: int, rows: Sequence[np.ndarray], ends: np.ndarray) -> None:
-        """Copies slots `start + rows[b]` of each row b to its own end `ends[b]` (all of them sequence slots)."""
-        if not self.is_initialized:
-            return
-        for b, nodes in enumerate(rows):
-            source = start - self.offset + nodes
-            target = int(ends[b]) - self.offset
-            skip = int((source == np.arange(target, target + len(source))).cumprod().sum())  # already in place
-            if skip < len(source):
-                index = torch.from_numpy(source[skip:]).to(self.device)
-                for buffer in self._buffers:
-                    buffer[b, :, target + skip : target + len(source)] = buffer[b].index_select(1, index)
+    def move(self, row: int, source: torch.Tensor, target: int) -> None:
+        """Copies sequence slots `source` (n,) int64 of one row to those from `target` on."""
+        index = source - self.offset if self.offset else source
+        for buffer in self._buffers:
+            live = buffer[row]
+            live.narrow(1, target - self.offset, len(index)).copy_(live.index_select(1, index))
 
     def cut(self, length: int) -> None:
         """Drops every slot from sequence slot `length` on."""
         if self.is_initialized:
-            self._show(length - self.offset)
+            self.length = length - self.offset
 
     def give_back(self) -> None:
         """Writes the live keys and values into the layer that was adopted, as plain decoding would have left them."""
@@ -136,12 +143,10 @@ class TreeLayer(DynamicLayer):
         total = self.offset + self.length
         keep = total + tokens_to_remove if tokens_to_remove <= 0 else min(tokens_to_remove, total)
         if self.is_initialized:
-            self._show(max(0, keep - self.offset))
+            self.length = max(0, keep - self.offset)
 
     def reset(self) -> None:
-        self.offset = 0
-        if self.is_initialized:
-            self._show(0)
+        self.offset = self.length = 0
 
 
 class TreeCache(DynamicCache):
@@ -150,6 +155,7 @@ class TreeCache(DynamicCache):
     Attributes:
         lengths: (B,) int64, committed tokens of each row in the cache.
         filled: slots in use, the longest row's length; the next tree starts here.
+        tree_layers: those that keep keys of their own.
     """
 
     def __init__(self, source: DynamicCache, *, spare: int = MIN_GROWTH) -> None:
@@ -168,12 +174,9 @@ class TreeCache(DynamicCache):
         rows = {int(layer.keys.shape[0]) for layer in source.layers if getattr(layer, "keys", None) is not None}
         self.layers = [layer if type(layer) is DummyLayer else TreeLayer(layer, spare) for layer in source.layers]
         self.layer_class_to_replicate = None
+        self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeLayer)]
         self.filled = max((layer.get_seq_length() for layer in self.tree_layers), default=0)
         self.lengths = np.full(rows.pop() if rows else 1, self.filled, np.int64)
-
-    @property
-    def tree_layers(self) -> list[TreeLayer]:
-        return [layer for layer in self.layers if isinstance(layer, TreeLayer)]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots in use, counting a tree that was appended and not yet kept."""
@@ -187,15 +190,18 @@ class TreeCache(DynamicCache):
 
     def keep(self, rows: Sequence[Sequence[int]]) -> None:
         """Keeps, of the tree just appended, the nodes `rows[b]` of each row b (ascending, root first), drops the rest."""
-        nodes = [np.asarray(row, dtype=np.int64) for row in rows]
-        ends, start = self.lengths, self.filled
-        self.lengths = ends + np.array([len(n) for n in nodes], np.int64)
+        start = self.filled
+        for row, (end, nodes) in enumerate(zip(self.lengths.tolist(), rows, strict=True)):
+            in_place = next((i for i, node in enumerate(nodes) if start + node != end + i), len(nodes))
+            if in_place < len(nodes):
+                source = torch.tensor([start + node for node in nodes[in_place:]])
+                for layer in self.tree_layers:
+                    if layer.is_initialized:
+                        source = source.to(layer.device)  # one transfer for all layers of a device
+                        layer.move(row, source, end + in_place)
+        self.lengths = self.lengths + np.array([len(nodes) for nodes in rows], np.int64)
         self.filled = int(self.lengths.max())
-        moves = any(e != start or (n != np.arange(len(n))).any() for e, n in zip(ends, nodes, strict=True))
-        for layer in self.tree_layers:
-            if moves:
-                layer.move(start, nodes, ends)
-            layer.cut(self.filled)
+        self.truncate()
 
     def shorten(self, length: int) -> bool:
         """Drops committed tokens beyond the first `length` of each row, and a tree that was appended.
