@@ -345,10 +345,10 @@ class Text:
                 grown = self._buffer.new_empty((1, self.length + max(256, self.length // 2)))
                 grown[:, : self._written] = self._buffer[:, : self._written]
                 self._buffer = grown
-            self._buffer[0, self._written : self.length] = torch.tensor(self._pending)
+            self._buffer.narrow(1, self._written, len(self._pending)).copy_(torch.tensor([self._pending]))
             self._written = self.length
             self._pending = []
-        return self._buffer[:, : self._written]
+        return self._buffer.narrow(1, 0, self._written)
 
     def append(self, token: int) -> None:
         self._pending.append(token)

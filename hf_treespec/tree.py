@@ -124,14 +124,13 @@ class TokenTree:
     @cached_property
     def ancestors(self) -> BoolArray:
         """(B, N, N), True where the column is the row's node itself or one of its ancestors."""
-        rows, count = self.tokens.shape
-        reach = np.zeros((rows, count, count + 1), dtype=np.bool_)  # the last column takes the parents of roots (-1)
-        pointer = np.broadcast_to(np.arange(count), (rows, count))
-        row, node = np.ogrid[:rows, :count]
-        while (pointer >= 0).any():  # one turn a level, all nodes at once; ends since parents stand before children
-            reach[row, node, pointer] = True
-            pointer = np.where(pointer >= 0, self.parents[row, pointer], -1)
-        return reach[:, :, :count]
+        reach = np.zeros((*self.parents.shape, len(self)), dtype=np.bool_)
+        for row, parents in zip(reach, self.parents.tolist(), strict=True):
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    row[node] = row[parent]  # whole, since parents stand before children
+                row[node, node] = True
+        return reach
 
     @cached_property
     def depths(self) -> IntArray:
@@ -141,8 +140,13 @@ class TokenTree:
 
     def child(self, node: int, token: int, row: int = 0) -> int | None:
         """The child of `node` that holds `token`, or None."""
-        found = np.flatnonzero((self.parents[row] == node) & (self.tokens[row] == token) & self.alive[row])
-        return int(found[0]) if found.size else None
+        return self._children[row].get((node, token))
+
+    @cached_property
+    def _children(self) -> list[dict[tuple[int, int], int]]:
+        """For each row (parent, token) to the child; of twins, the first."""
+        rows = zip(self.parents.tolist(), self.tokens.tolist(), self.sizes.tolist(), strict=True)
+        return [{(parents[i], tokens[i]): i for i in range(size - 1, 0, -1)} for parents, tokens, size in rows]
 
     def path(self, node: int, row: int = 0) -> list[int]:
         """Node indices from the root (included) to `node`."""
@@ -150,27 +154,27 @@ class TokenTree:
 
     def check(self, vocab_size: int | None = None) -> None:
         """Raises `TreeError` unless tokens are in the vocabulary and scores are falling probabilities."""
-        if vocab_size is not None and (self.alive & ((self.tokens < 0) | (self.tokens >= vocab_size))).any():
-            bad = self.tokens[self.alive & ((self.tokens < 0) | (self.tokens >= vocab_size))][0]
-            raise TreeError(f"token {bad} is not in the target's vocabulary of {vocab_size}.")
-        if not (np.isfinite(self.scores) & (self.scores >= 0) & (self.scores <= 1)).all():
-            raise TreeError("scores must be finite and lie in [0, 1].")
-        above = np.take_along_axis(self.scores, np.maximum(self.parents, 0), 1)
-        if ((self.parents >= 0) & (self.scores > above * 1.0001)).any():
-            raise TreeError("a node's score is above its parent's; scores are probabilities of whole paths.")
+        for tokens, size in zip(self.tokens.tolist(), self.sizes.tolist(), strict=True):
+            bad = None if vocab_size is None else next((t for t in tokens[:size] if not 0 <= t < vocab_size), None)
+            if bad is not None:
+                raise TreeError(f"token {bad} is not in the target's vocabulary of {vocab_size}.")
+        for parents, scores in zip(self.parents.tolist(), self.scores.tolist(), strict=True):
+            if not all(0 <= score <= 1 for score in scores):
+                raise TreeError("scores must be finite and lie in [0, 1].")
+            if any(p >= 0 and score > scores[p] * 1.0001 for p, score in zip(parents, scores, strict=True)):
+                raise TreeError("a node's score is above its parent's; scores are probabilities of whole paths.")
 
     def _check_shape(self) -> None:
         """Cheap enough for every tree: whatever walks `parents` may rely on it."""
-        index = np.arange(len(self))
-        inner = self.alive & (index > 0)
-        if (self.sizes < 1).any() or (self.sizes > len(self)).any():
-            raise TreeError(f"sizes {self.sizes.tolist()} must lie in 1 to N={len(self)}: a row has at least its root.")
-        if (self.parents[~inner] != -1).any():
-            raise TreeError("the root and dead nodes must have parent -1.")
-        wrong = inner & ((self.parents < 0) | (self.parents >= index))
-        if wrong.any():
-            row, node = np.argwhere(wrong)[0]
-            raise TreeError(f"node {node} has parent {self.parents[row, node]}; parents must stand before children.")
+        sizes = self.sizes.tolist()
+        if not all(1 <= size <= len(self) for size in sizes):
+            raise TreeError(f"sizes {sizes} must lie in 1 to N={len(self)}: a row has at least its root.")
+        for parents, size in zip(self.parents.tolist(), sizes, strict=True):
+            if parents[0] != -1 or any(parent != -1 for parent in parents[size:]):
+                raise TreeError("the root and dead nodes must have parent -1.")
+            for node, parent in enumerate(parents[1:size], 1):
+                if not 0 <= parent < node:
+                    raise TreeError(f"node {node} has parent {parent}; parents must stand before children.")
 
     # ---------------------------------------------------------------- changing
 
