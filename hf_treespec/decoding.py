@@ -345,7 +345,8 @@ class Text:
                 grown = self._buffer.new_empty((1, self.length + max(256, self.length // 2)))
                 grown[:, : self._written] = self._buffer[:, : self._written]
                 self._buffer = grown
-            self._buffer.narrow(1, self._written, len(self._pending)).copy_(torch.tensor([self._pending]))
+            for place, token in enumerate(self._pending, self._written):
+                self._buffer.narrow(1, place, 1).fill_(token)  # needs no copy from the host
             self._written = self.length
             self._pending = []
         return self._buffer.narrow(1, 0, self._written)

@@ -135,7 +135,12 @@ class TokenTree:
     @cached_property
     def depths(self) -> IntArray:
         """(B, N), edges to the root; 0 for the root and for dead nodes."""
-        depths: IntArray = self.ancestors.sum(-1, dtype=np.int64) - 1
+        depths = np.zeros_like(self.parents)
+        for row, parents in zip(depths, self.parents.tolist(), strict=True):
+            found: list[int] = []
+            for parent in parents:
+                found.append(found[parent] + 1 if parent >= 0 else 0)
+            row[:] = found
         return depths
 
     def child(self, node: int, token: int, row: int = 0) -> int | None:
@@ -219,12 +224,26 @@ class TokenTree:
     @cached_property
     def sibling_ranks(self) -> IntArray:
         """(B, N), how many siblings score better (or equal and stand before)."""
-        same = (self.parents[:, :, None] == self.parents[:, None, :]) & (self.parents >= 0)[:, :, None]
-        order = np.arange(len(self))
-        better = self.scores[:, None, :] > self.scores[:, :, None]
-        tie = (self.scores[:, None, :] == self.scores[:, :, None]) & (order[None, :] < order[:, None])
-        ranks: IntArray = (same & (better | tie)).sum(-1, dtype=np.int64)
+        ranks = np.zeros_like(self.parents)
+        for row, families in zip(ranks, self._families, strict=True):
+            for siblings in families:
+                if len(siblings) > 1:
+                    row[siblings] = range(len(siblings))
         return ranks
+
+    @cached_property
+    def _families(self) -> list[list[list[int]]]:
+        """For each row and node its children, the best first (at equal scores the one that stands before)."""
+        rows = []
+        for parents, scores in zip(self.parents.tolist(), self.scores.tolist(), strict=True):
+            families: list[list[int]] = [[] for _ in parents]
+            for node, parent in enumerate(parents):
+                if parent >= 0:
+                    families[parent].append(node)
+            for siblings in families:
+                siblings.sort(key=lambda node: -scores[node])
+            rows.append(families)
+        return rows
 
     def select(self, nodes: IntArray, scores: FloatArray | None = None, row: int = 0) -> TokenTree:
         """The tree of some nodes of one row, which must hold the parents of all its nodes; in the order given.
@@ -247,15 +266,11 @@ class TokenTree:
 
         A path of best children is then a run of nodes, which the cache keeps without moving anything.
         """
-        if not self.sibling_ranks.any():  # a chain
-            return self
-        depths, ancestors = self.depths[0], self.ancestors[0]
-        ranks = np.zeros((len(self), int(depths.max()) + 1), np.int64)  # along each node's path, -1 beyond its end
-        ranks -= 1
-        node, above = np.nonzero(ancestors)
-        ranks[node, depths[above]] = self.sibling_ranks[0, above]
-        order = np.lexsort(ranks.T[::-1])
-        return self if (order == np.arange(len(order))).all() else self.select(order)
+        order, waiting = [], [0]
+        while waiting:
+            order.append(waiting.pop())
+            waiting += reversed(self._families[0][order[-1]])
+        return self if order == list(range(len(self))) else self.select(np.array(order))
 
     def __repr__(self) -> str:
         return f"TokenTree(rows={self.rows}, nodes={self.sizes.tolist()}, depth={int(self.depths.max())})"
