@@ -182,6 +182,11 @@ class TreeCache(DynamicCache):
         """Slots in use, counting a tree that was appended and not yet kept."""
         return max((layer.get_seq_length() for layer in self.tree_layers if layer.is_initialized), default=0)
 
+    @property
+    def even(self) -> bool:
+        """Whether all rows are of one length: no gaps before the next tree."""
+        return bool(self.lengths.min() == self.filled)
+
     def reserve(self, count: int) -> None:
         """Makes room for `count` nodes in every layer. Call it before a mask is made: sliding layers move here."""
         oldest = int(self.lengths.min())

@@ -74,6 +74,10 @@ class _Kind:
     chunk: int | None
     layer: int
 
+    @property
+    def limited(self) -> bool:
+        return self.window is not None or self.chunk is not None
+
 
 class Verifier:
     """Runs trees through `model` on top of `cache`.
@@ -110,7 +114,7 @@ class Verifier:
         self._padding = None if padding is None or bool((padding != 0).all()) else padding.to(self.device) == 0
         config = _compat.text_config(model)
         self._kinds = _kinds(config, layer)
-        self.rows_are_plain = all(k.window is None and k.chunk is None for k in self._kinds.values())
+        self.rows_are_plain = not any(kind.limited for kind in self._kinds.values())
         folded = attention.implementation(model) == attention.NAME
         heads = getattr(config, "num_attention_heads", 1)
         self._fold = heads // (getattr(config, "num_key_value_heads", None) or heads) if folded else 1
@@ -148,8 +152,7 @@ class Verifier:
 
         None for a lone root that sees everything: the forward is then the one of plain decoding.
         """
-        one_length = bool((self.cache.lengths == self.cache.filled).all())
-        if len(tree) == 1 and self.rows_are_plain and self._padding is None and one_length:
+        if len(tree) == 1 and self.rows_are_plain and self._padding is None and self.cache.even:
             return None
         masks = {name: self._mask(tree, start, kind) for name, kind in self._kinds.items()}
         return masks if len(masks) > 1 else next(iter(masks.values()))
@@ -159,22 +162,26 @@ class Verifier:
         offset = layer.offset if isinstance(layer, TreeLayer) else 0
         slot = self.cache.lengths[:, None] + tree.depths  # (B, N) where each node would stand in the text
         query = slot[:, start:]
-        hidden = ~(tree.ancestors[:, start:] & _in_reach(kind, query[:, :, None], slot[:, None, :]))
+        seen = tree.ancestors[:, start:]
+        if kind.limited:
+            seen = seen & _in_reach(kind, query[:, :, None], slot[:, None, :])
         lowest = torch.finfo(self.dtype).min
         prefix = self.cache.filled - offset
-        shape = (tree.rows, 1, query.shape[1], prefix + len(tree))
+        shape = (tree.rows, self._fold, query.shape[1], prefix + len(tree))  # a copy for each group of heads
         mask = torch.zeros(shape, dtype=self.dtype, device=self.device)
-        mask[:, 0, :, prefix:].masked_fill_(torch.from_numpy(hidden).to(self.device), lowest)
+        mask.narrow(-1, prefix, len(tree)).masked_fill_(torch.from_numpy(~seen).to(self.device)[:, None], lowest)
         cached = self._hidden_prefix(kind, query, offset)
         if cached is not None:
-            mask[:, 0, :, :prefix].masked_fill_(cached, lowest)
-        return mask.repeat(1, 1, self._fold, 1) if self._fold > 1 else mask
+            mask.narrow(-1, 0, prefix).masked_fill_(cached[:, None], lowest)
+        return mask.view(tree.rows, 1, -1, prefix + len(tree))
 
     def _hidden_prefix(self, kind: _Kind, query: np.ndarray, offset: int) -> torch.Tensor | None:
         """(B, N or 1, P) True where a cached slot must not be seen; None if all are."""
         hidden: torch.Tensor | None = None
+        if self.cache.even and self._padding is None and not kind.limited:
+            return None
         slots = torch.arange(offset, self.cache.filled, device=self.device)
-        if not (self.cache.lengths == self.cache.filled).all():  # the gap between a row's end and the longest row's
+        if not self.cache.even:  # the gap between a row's end and the longest row's
             ends = torch.from_numpy(self.cache.lengths).to(self.device)
             hidden = (slots >= ends[:, None])[:, None, :]
         if self._padding is not None:
@@ -182,7 +189,7 @@ class Verifier:
             known = self._padding[:, offset:]  # as long as the prompt; what follows is never padding
             padded[:, 0, : known.shape[1]] = known
             hidden = padded if hidden is None else hidden | padded
-        if kind.window is not None or kind.chunk is not None:
+        if kind.limited:
             far = ~_in_reach(kind, torch.from_numpy(query).to(self.device)[:, :, None], slots)
             hidden = far if hidden is None else hidden | far
         return hidden
@@ -192,9 +199,7 @@ def _in_reach(kind: _Kind, query: Any, key: Any) -> Any:
     """Whether a query at one sequence slot sees a key at another, by the layer's window alone."""
     if kind.window is not None:
         return key > query - kind.window
-    if kind.chunk is not None:
-        return key // kind.chunk == query // kind.chunk
-    return key == key
+    return key // kind.chunk == query // kind.chunk
 
 
 def _kinds(config: Any, only: int | None = None) -> dict[str, _Kind]:
