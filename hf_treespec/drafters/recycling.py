@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -121,13 +121,13 @@ class RecyclingSource(Source):
         self._last = (self._last[1], token)
 
     def learn(self, states: Sequence[tuple[int, int]], answers: Answers) -> None:
-        last: list[Context] = [state[1] for state in states]
-        for odds, contexts in zip(self.odds, (last, states), strict=True):
-            nodes, tokens, stored = self.table.rows(contexts)
-            if nodes:
-                kinds = _BY_RANK[: tokens.shape[1]] + np.searchsorted(_LEVELS, stored, side="right")
-                hits = answers.at(np.array(nodes)[:, None], tokens)
-                odds.count_all(kinds.ravel(), hits.ravel())
+        known, tokens, stored = self.table.rows([*(state[1] for state in states), *states])
+        if known:
+            kinds = _BY_RANK[: tokens.shape[1]] + np.searchsorted(_LEVELS, stored, side="right")
+            hits = answers.at(np.array(known)[:, None] % len(states), tokens)
+            after_one = bisect_left(known, len(states))
+            self.odds[0].count_all(kinds[:after_one].ravel(), hits[:after_one].ravel())
+            self.odds[1].count_all(kinds[after_one:].ravel(), hits[after_one:].ravel())
 
     def look(self, answers: Answers) -> None:
         tree, (best, chances) = answers.tree, answers.best

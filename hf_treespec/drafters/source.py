@@ -96,9 +96,7 @@ class Answers:
     @functools.cached_property
     def best(self) -> tuple[IntArray, FloatArray]:
         """(n, width) the likeliest tokens at each node, and their probabilities among each other (of raw logits)."""
-        values, tokens = top(self._logits.float(), self._width)
-        found = torch.stack([tokens.float(), values.softmax(-1)]).cpu().numpy()  # one read; ids are exact in float32
-        return found[0].astype(np.int64), found[1]
+        return top(self._logits.float(), self._width)
 
     @functools.cached_property
     def _picks(self) -> IntArray:
@@ -113,10 +111,10 @@ class Answers:
 
     def at(self, nodes: Any, tokens: Any) -> FloatArray:
         """The chance of each token after the node of the same place (arrays of shapes that fit each other)."""
-        nodes, tokens = np.broadcast_arrays(nodes, tokens)
         if self._temperature is None:
             hits: FloatArray = (self._picks[nodes] == tokens).astype(np.float32)
             return hits
+        nodes, tokens = np.broadcast_arrays(nodes, tokens)
         index = (torch.from_numpy(np.array(a, dtype=np.int64)).to(self._logits.device) for a in (nodes, tokens))
         found: FloatArray = self._probabilities[tuple(index)].cpu().numpy()
         return found
@@ -136,16 +134,30 @@ class Answers:
 _CHUNK = 128
 
 
-def top(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`scores.topk(count)` of (n, V): exact, but most of a large vocabulary is only looked at for its maximum."""
+def top(scores: torch.Tensor, count: int) -> tuple[IntArray, FloatArray]:
+    """The best tokens of each row of (n, V) logits, (n, count), and their probabilities among each other.
+
+    As `topk` gives them, but most of a large vocabulary is only looked at for its maximum.
+    """
     rows, size = scores.shape
     if size % _CHUNK or size // _CHUNK <= count:
-        return scores.topk(min(count, size), dim=-1)
+        best, tokens = scores.topk(min(count, size), dim=-1)
+        found, chances = _read(tokens, best.softmax(-1))
+        return found.astype(np.int64), chances
     # the count best tokens lie in the count chunks with the best maxima
     chunks = scores.view(rows, -1, _CHUNK)
     places = chunks.amax(-1).topk(count, dim=-1).indices
     best, within = chunks.gather(1, places[:, :, None].expand(-1, -1, _CHUNK)).flatten(1).topk(count, dim=-1)
-    return best, places.gather(1, within // _CHUNK) * _CHUNK + within % _CHUNK
+    place, inside, chances = _read(places, within, best.softmax(-1))
+    chunk, inside = np.divmod(inside.astype(np.int64), _CHUNK)
+    return place[np.arange(rows)[:, None], chunk].astype(np.int64) * _CHUNK + inside, chances
+
+
+def _read(*tensors: torch.Tensor) -> list[Any]:
+    """Tensors of equal shape as arrays, from a device in one read (as float32: ids are exact)."""
+    if tensors[0].device.type == "cpu":
+        return [tensor.numpy() for tensor in tensors]
+    return list(torch.stack([tensor.float() for tensor in tensors]).cpu().numpy())
 
 
 class Source(abc.ABC):
