@@ -36,6 +36,24 @@ def test_depths_ancestors_paths_and_children_agree_with_walking_up(seed: int) ->
     assert t.child(0, 99) is None
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_ranks_and_depth_first_order_agree_with_sorting(seed: int) -> None:
+    t = random_tree(seed)
+    parents, scores = t.parents[0].tolist(), t.scores[0].tolist()
+
+    def below(node: int) -> list[int]:
+        children = [i for i in range(len(t)) if parents[i] == node]
+        children = [i for _, i in sorted((-scores[i], i) for i in children)]
+        assert t.sibling_ranks[0, children].tolist() == list(range(len(children)))
+        return [node, *(i for child in children for i in below(child))]
+
+    order = below(0)
+    ordered = t.depth_first()
+    assert ordered.tokens[0].tolist() == t.tokens[0, order].tolist()
+    assert [ordered.path(n) for n in range(len(t))] == [sorted(order.index(i) for i in t.path(node)) for node in order]
+    assert ordered.depth_first() is ordered
+
+
 def test_the_drawing_is_the_tree() -> None:
     """The module docstring's table and grid describe one tree."""
     lines = (tree.__doc__ or "").splitlines()
