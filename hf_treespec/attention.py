@@ -13,6 +13,7 @@ Legend: B rows, Hkv key/value heads, g query heads for each of them, N nodes, K 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -25,6 +26,22 @@ from transformers import PreTrainedModel
 from . import _compat
 
 NAME = "hf_treespec_sdpa"
+
+
+@functools.cache
+def _shares_keys_on_cpu() -> bool:
+    """Whether this torch's attention kernel for CPUs takes fewer key heads than query heads, without copies."""
+    query, key = torch.ones(1, 2, 1, 8), torch.ones(1, 1, 1, 8)
+    try:
+        out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, key)[0]
+    except (RuntimeError, AttributeError):
+        return False
+    return bool(torch.equal(out, query))
+
+
+def folds(device: torch.device) -> bool:
+    """Whether `tree_attention` folds heads there: masks are then best made folded."""
+    return device.type != "cpu" or not _shares_keys_on_cpu()
 
 
 def tree_attention(
@@ -56,6 +73,12 @@ def tree_attention(
     assert attention_mask is not None
     if attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         attention_mask = attention_mask.to(query.dtype)
+    if not folds(query.device):
+        mask = attention_mask[:, :, :nodes]
+        out = scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1
+        )
+        return out.transpose(1, 2).contiguous(), None
     if attention_mask.shape[2] != groups * nodes:  # an ordinary mask, or one folded for another group size
         attention_mask = attention_mask[:, :, :nodes].repeat(1, 1, groups, 1)
     out = scaled_dot_product_attention(

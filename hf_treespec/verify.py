@@ -115,7 +115,7 @@ class Verifier:
         config = _compat.text_config(model)
         self._kinds = _kinds(config, layer)
         self.rows_are_plain = not any(kind.limited for kind in self._kinds.values())
-        folded = attention.implementation(model) == attention.NAME
+        folded = attention.implementation(model) == attention.NAME and attention.folds(self.device)
         heads = getattr(config, "num_attention_heads", 1)
         self._fold = heads // (getattr(config, "num_key_value_heads", None) or heads) if folded else 1
 

@@ -10,7 +10,7 @@ import torch
 from conftest import FAMILIES, around, prompt, run, target
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_treespec import TokenTree, _compat, cache, decoding, stream, support, verify
+from hf_treespec import TokenTree, _compat, attention, cache, decoding, stream, support, verify
 from hf_treespec.attention import NAME, implementation, tree_attention_on
 from hf_treespec.cache import TreeCache
 from hf_treespec.reference import path_logits, plain_decode
@@ -246,8 +246,12 @@ def test_the_self_check_catches_wrong_masks_and_positions(bug: str, monkeypatch:
 # -------------------------------------------------------------------- attention
 
 
-def test_grouped_heads_are_folded_not_copied(llama: PreTrainedModel, monkeypatch: Any) -> None:
+@pytest.mark.parametrize("folds", [True, False])
+def test_grouped_heads_are_not_copied(folds: bool, llama: PreTrainedModel, monkeypatch: Any) -> None:
     """No attention call of a tree forward sees keys of more heads than the cache holds, or a copy of them."""
+    if not folds and not attention._shares_keys_on_cpu():
+        pytest.skip("this torch copies keys for each head on a CPU")
+    monkeypatch.setattr(attention, "folds", lambda device: folds)
     seen = []
     original = torch.nn.functional.scaled_dot_product_attention
 
@@ -257,11 +261,15 @@ def test_grouped_heads_are_folded_not_copied(llama: PreTrainedModel, monkeypatch
 
     monkeypatch.setattr("hf_treespec.attention.scaled_dot_product_attention", spy)
     with tree_attention_on(llama):
-        verifier = prefilled(llama, prompt(12), spare=64)
-        verifier.forward(random_tree(5, 8, seed=0))
+        ids = prompt(12)
+        verifier = prefilled(llama, ids, spare=64)
+        tree = random_tree(int(ids[0, -1]), 8, seed=0)
+        logits = verifier.forward(tree).logits[0]
+    torch.testing.assert_close(logits, path_logits(llama, ids, tree), atol=TOLERANCE, rtol=0)
     assert len(seen) == llama.config.num_hidden_layers
     for (query_heads, key_heads, pointer), layer in zip(seen, verifier.cache.tree_layers, strict=True):
-        assert query_heads == key_heads == llama.config.num_key_value_heads
+        assert key_heads == llama.config.num_key_value_heads
+        assert query_heads == (key_heads if folds else llama.config.num_attention_heads)
         assert pointer == layer.keys.data_ptr()
 
 
