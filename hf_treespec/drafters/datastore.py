@@ -128,7 +128,7 @@ class DatastoreSource(Source):
                 state.guesses = self._ask(state)
             except IndexError as error:
                 raise self.store.damaged("its positions lie outside of it") from error
-        odds, chances = self.odds, dict[int, float]()
+        odds, chances = self.odds.chance, dict[int, float]()
         left = 1.0
         for kinds in state.guesses:
             taken = 0.0

@@ -64,7 +64,7 @@ class NearMissSource(Source):
         return tuple((child, _RESUMED) for child in found if child is not None)
 
     def guesses(self, state: tuple[Place, ...]) -> dict[int, float]:
-        return {token: self.odds[kind] for token, kind in self._near(state)}
+        return {token: self.odds.chance[kind] for token, kind in self._near(state)}
 
     def learn(self, states: Sequence[tuple[Place, ...]], answers: Answers) -> None:
         asked = [(node, *guess) for node, state in enumerate(states) if state for guess in self._near(state)]

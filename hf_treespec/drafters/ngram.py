@@ -142,7 +142,7 @@ class NgramSource(Source):
                 break
             counts = text.count[state]
             if counts:
-                trust = self.odds[self._kind(state)]
+                trust = self.odds.chance[self._kind(state)]
                 share = left * trust / sum(counts.values())
                 for token, count in counts.items():
                     chances[token] = chances.get(token, 0.0) + share * count

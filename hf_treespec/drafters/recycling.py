@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -69,22 +69,27 @@ class Successors:
     Attributes:
         place: context to row.
         tokens: (rows, width) int32, likeliest first.
-        chances: (rows, width) float32, the target's probabilities then, among each other (of raw logits).
+        kinds: (rows, width) int8, of each as a guess: by its rank and the target's probability then.
     """
 
     def __init__(self, width: int) -> None:
         self._lock = threading.Lock()
         self.place: dict[Context, int] = {}
         self.tokens = np.zeros((1024, width), np.int32)
-        self.chances = np.zeros((1024, width), np.float32)
+        self.kinds = np.zeros((1024, width), np.int8)
 
     def copy(self) -> Successors:
         other = Successors(1)
-        other.place, other.tokens, other.chances = dict(self.place), self.tokens.copy(), self.chances.copy()
+        other.place, other.tokens, other.kinds = dict(self.place), self.tokens.copy(), self.kinds.copy()
         return other
 
     def store(self, contexts: Sequence[Sequence[Context]], tokens: IntArray, chances: FloatArray) -> None:
-        """What follows: row i of (n, width) tokens and their chances is known under each context of `contexts[i]`."""
+        """What follows: row i of (n, width) tokens is known under each context of `contexts[i]`.
+
+        Args:
+            chances: (n, width), the target's probabilities, among each other (of raw logits).
+        """
+        kinds = _BY_RANK[: tokens.shape[1]] + np.searchsorted(_LEVELS, chances, side="right")
         source = [i for i, names in enumerate(contexts) for _ in names]
         with self._lock:
             if len(self.place) > MAX_CONTEXTS:
@@ -92,19 +97,19 @@ class Successors:
             target = [self.place.setdefault(context, len(self.place)) for names in contexts for context in names]
             if len(self.place) > len(self.tokens):
                 more = ((0, len(self.place)), (0, 0))
-                self.tokens, self.chances = np.pad(self.tokens, more), np.pad(self.chances, more)
-            self.tokens[target], self.chances[target] = tokens[source], chances[source]
+                self.tokens, self.kinds = np.pad(self.tokens, more), np.pad(self.kinds, more)
+            self.tokens[target], self.kinds[target] = tokens[source], kinds[source]
 
-    def rows(self, contexts: Sequence[Context]) -> tuple[list[int], NDArray[np.int32], FloatArray]:
-        """Which of `contexts` are known, and (m, width) tokens and chances of these."""
+    def rows(self, contexts: Sequence[Context]) -> tuple[list[int], NDArray[np.int32], NDArray[np.int8]]:
+        """Which of `contexts` are known, and (m, width) tokens and kinds of these."""
         found = [(i, row) for i, context in enumerate(contexts) if (row := self.place.get(context)) is not None]
         places = [row for _, row in found]
-        return [i for i, _ in found], self.tokens[places], self.chances[places]
+        return [i for i, _ in found], self.tokens[places], self.kinds[places]
 
-    def after(self, context: Context) -> list[tuple[int, float]]:
-        """(token, chance), the likeliest first; nothing for a context that never occurred."""
+    def after(self, context: Context) -> list[tuple[int, int]]:
+        """(token, kind), the likeliest first; nothing for a context that never occurred."""
         row = self.place.get(context)
-        return [] if row is None else list(zip(self.tokens[row].tolist(), self.chances[row].tolist(), strict=True))
+        return [] if row is None else list(zip(self.tokens[row].tolist(), self.kinds[row].tolist(), strict=True))
 
 
 class RecyclingSource(Source):
@@ -121,9 +126,8 @@ class RecyclingSource(Source):
         self._last = (self._last[1], token)
 
     def learn(self, states: Sequence[tuple[int, int]], answers: Answers) -> None:
-        known, tokens, stored = self.table.rows([*(state[1] for state in states), *states])
+        known, tokens, kinds = self.table.rows([*(state[1] for state in states), *states])
         if known:
-            kinds = _BY_RANK[: tokens.shape[1]] + np.searchsorted(_LEVELS, stored, side="right")
             hits = answers.at(np.array(known)[:, None] % len(states), tokens)
             after_one = bisect_left(known, len(states))
             self.odds[0].count_all(kinds[:after_one].ravel(), hits[:after_one].ravel())
@@ -149,16 +153,12 @@ class RecyclingSource(Source):
         left = 1.0
         for odds, context in ((self.odds[1], state), (self.odds[0], state[1])):
             taken = 0.0
-            for rank, (token, stored) in enumerate(self.table.after(context)):
-                chance = left * odds[_kind(rank, stored)]
+            for token, kind in self.table.after(context):
+                chance = left * odds.chance[kind]
                 taken += chance
                 chances[token] = chances.get(token, 0.0) + chance
             left = max(0.0, left - taken)
         return chances
-
-
-def _kind(rank: int, chance: float) -> int:
-    return 5 * _RANKS[min(rank, 4)] + bisect_right(_LEVELS, chance)
 
 
 Tables = dict[int, Successors]

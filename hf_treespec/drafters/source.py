@@ -40,14 +40,16 @@ DOUBT = 1.5
 
 
 class Odds:
-    """How often guesses of each kind came true: a mean for each kind, with a prior, the past fading slowly."""
+    """How often guesses of each kind came true: a mean for each kind, with a prior, the past fading slowly.
+
+    Attributes:
+        chance: by kind, the mean now.
+    """
 
     def __init__(self, prior: Sequence[float]) -> None:
+        self.chance = list(prior)
         self._hits = [p * PRIOR_WEIGHT for p in prior]
         self._tries = [PRIOR_WEIGHT] * len(prior)
-
-    def __getitem__(self, kind: int) -> float:
-        return self._hits[kind] / self._tries[kind]
 
     def count(self, kind: int, hit: float) -> None:
         """One guess of a kind: whether it came true, or the chance with which it does."""
@@ -56,16 +58,15 @@ class Odds:
         if self._tries[kind] > MEMORY:
             self._hits[kind] *= 0.5
             self._tries[kind] *= 0.5
+        self.chance[kind] = self._hits[kind] / self._tries[kind]
 
     def count_all(self, kinds: IntArray, hits: FloatArray) -> None:
         """Many guesses at once, flat arrays."""
         tries = np.bincount(kinds, minlength=len(self._tries))
         sums = np.bincount(kinds, hits, minlength=len(self._tries))
-        for kind, (count, hit) in enumerate(zip(tries.tolist(), sums.tolist(), strict=True)):
-            if count:
-                self._tries[kind] += count - 1.0
-                self._hits[kind] += hit
-                self.count(kind, 0.0)
+        for kind in np.flatnonzero(tries).tolist():
+            self._tries[kind] += float(tries[kind]) - 1.0
+            self.count(kind, float(sums[kind]))
 
 
 class Answers:
@@ -244,7 +245,7 @@ class SourceDrafter(Drafter):
             scores.append(-negative)
             depths.append(depths[parent] + 1)
             states.append([s.step(state, token) for s, state in zip(self._sources, states[parent], strict=True)])
-            if depths[-1] < budget.max_depth:
+            if depths[-1] < budget.max_depth and len(tokens) <= budget.max_nodes:
                 expand(len(tokens) - 1)
         return TokenTree(tokens, parents, scores)
 
