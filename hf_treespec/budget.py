@@ -35,7 +35,10 @@ PRIOR_SLOPE = 0.05
 FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.02, 30.0
 # After so many drafts in a row of which nothing was worth a row, one round in so many drafts.
 PATIENCE, IDLE_PERIOD = 4, 3
-# Tokens over which the rate ρ is averaged.
+# Drafters overrate unlikely paths more often than they underrate them: what they give half the price of a row, at most
+# this, is left out before it is drafted.
+MOST_MIN_SCORE = 0.05
+# The rate ρ looks back over so many tokens, of an earlier call over half as many. It begins with a quarter of plain ones.
 RATE_HORIZON = 64.0
 
 
@@ -131,11 +134,12 @@ class CostModel:
         if not groups:
             return
 
-        def disagreement(slope: float) -> float:
-            logs = [np.log(g[:, 1] / (1 + slope * g[:, 0])) for g in groups]
-            return float(sum(np.abs(log - np.median(log)).sum() for log in logs))
-
-        self._slope = min((0.0, *np.geomspace(1e-6, 1e-2, 33)), key=disagreement)
+        slopes = np.array([0.0, *np.geomspace(1e-6, 1e-2, 33)])
+        disagreement = np.zeros(len(slopes))
+        for contexts, seconds in (group.T for group in groups):
+            logs = np.log(seconds)[:, None] - np.log1p(contexts[:, None] * slopes)
+            disagreement += np.abs(logs - np.median(logs, axis=0)).sum(axis=0)
+        self._slope = float(slopes[disagreement.argmin()])
 
 
 def _typical(seconds: list[float]) -> float:
@@ -238,10 +242,14 @@ class Sizer:
     usual: float = 4.0
     idle: int = 0
     _skipped: int = 0
+    # the rate's two sums, fading
+    _tokens: float = 0.0
+    _seconds: float = 0.0
 
     def begin(self) -> None:
-        """A new call: whatever was lost before, it may be tried again."""
+        """A new call: whatever was lost before, it may be tried again, and a new text has another rate."""
         self.balance = max(self.balance, FIRST_BALANCE)
+        self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
 
     def budget(self, limits: Budget, context: int) -> Budget:
         """What the drafter may do this round; no nodes where the round is to be plain."""
@@ -257,9 +265,13 @@ class Sizer:
         depth, level = limits.max_depth, self.level_seconds / float(curve[1])
         if level:  # levels that the account can pay, should all of them be in vain
             depth = max(1, min(depth, int(self.balance / level)))
-        nodes = min(limits.max_nodes, int(2 * self.usual) + 4)
+        rate = self._rate(curve)
         return dataclasses.replace(
-            limits, max_nodes=nodes, max_depth=depth, min_gain=min(0.9, self._rate(curve) * self.level_seconds)
+            limits,
+            max_nodes=min(limits.max_nodes, int(1.5 * self.usual) + 4),
+            max_depth=depth,
+            min_gain=min(0.9, rate * self.level_seconds),
+            min_score=min(MOST_MIN_SCORE, 0.5 * rate * float(curve[2] - curve[1])),
         )
 
     def cut(self, tree: TokenTree, context: int) -> TokenTree:
@@ -313,14 +325,17 @@ class Sizer:
             tokens: the round's tokens; they lead from the root through nodes of `drafted` as far as it holds them.
         """
         edges, ranks = _edges(drafted)
-        parents, children = drafted.parents[0, 1:], drafted.tokens[0, 1:]
-        node: int | None = 0
+        asked, true = (np.zeros(len(drafted), dtype=np.bool_) for _ in range(2))
+        node = 0
         for token in tokens:
-            below = parents == node
-            if node is None or not below.any():
+            asked[node] = True
+            child = drafted.child(node, token)
+            if child is None:
                 break
-            self.calibration.observe(edges[below], ranks[below], children[below] == token)
-            node = drafted.child(node, token)
+            true[child], node = True, child
+        below = asked[drafted.parents[0, 1:]]
+        if below.any():
+            self.calibration.observe(edges[below], ranks[below], true[1:][below])
 
     def account(
         self,
@@ -355,11 +370,15 @@ class Sizer:
         if forwards:
             new = drafting / forwards
             self.level_seconds = new if not self.level_seconds else 0.8 * self.level_seconds + 0.2 * new
-        share = min(1.0, committed / RATE_HORIZON)
-        self.rate = (1 - share) * self._rate(np.array([plain, plain])) + share * committed / seconds
+        if not self._seconds:
+            self._tokens, self._seconds = RATE_HORIZON / 4, RATE_HORIZON / 4 * plain
+        fading = 1 - min(1.0, committed / RATE_HORIZON)
+        self._tokens = fading * self._tokens + committed
+        self._seconds = fading * self._seconds + seconds
+        self.rate = self._tokens / self._seconds
 
     def _rate(self, curve: np.ndarray) -> float:
-        """Tokens per second: what the last rounds gave, and at least what plain decoding gives."""
+        """Tokens per second: what the last rounds gave (sums, not a mean of rates), at least what plain decoding gives."""
         return max(self.rate, 1.0 / float(curve[1]))
 
 

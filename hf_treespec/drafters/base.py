@@ -37,12 +37,14 @@ class Budget:
         max_depth: drafted tokens on one path; never more than decoding could still commit.
         max_children: continuations of one node; 1 asks for a chain.
         min_gain: tokens that another forward of the drafter's own model must promise to be worth its time.
+        min_score: nodes of lower path scores would be cut anyway.
     """
 
     max_nodes: int
     max_depth: int
     max_children: int
     min_gain: float = 0.5  # OPT-Tree's default (Wang et al. 2024), where nothing was measured
+    min_score: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers import TemperatureLogitsWarper
 
 from ..accept import NoiseWindow
@@ -60,7 +61,7 @@ class Odds:
             self._tries[kind] *= 0.5
         self.chance[kind] = self._hits[kind] / self._tries[kind]
 
-    def count_all(self, kinds: IntArray, hits: FloatArray) -> None:
+    def count_all(self, kinds: NDArray[np.integer[Any]], hits: FloatArray) -> None:
         """Many guesses at once, flat arrays."""
         tries = np.bincount(kinds, minlength=len(self._tries))
         sums = np.bincount(kinds, hits, minlength=len(self._tries))
@@ -225,6 +226,7 @@ class SourceDrafter(Drafter):
         frontier: list[tuple[float, int, int, int]] = []
         states: list[Sequence[Any]] = [[source.root() for source in self._sources]]
         noise = _Noise(context.noise) if context.noise is not None else None
+        least = max(MIN_SCORE, budget.min_score)
 
         def expand(node: int) -> None:
             """Puts the likeliest continuations of a node on the frontier."""
@@ -234,7 +236,7 @@ class SourceDrafter(Drafter):
             likeliest = heapq.nlargest(budget.max_children, chances, key=chances.__getitem__)
             for token in likeliest if len(chances) > budget.max_children else chances:
                 path_score = scores[node] * chances[token]
-                if path_score >= MIN_SCORE:
+                if path_score >= least:
                     heapq.heappush(frontier, (-path_score, len(frontier) + (node << 20), node, token))
 
         expand(0)
