@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import transformers
 
-from ..demo_model import demo_model
 from ..errors import TreeSpecError
+from ..loading import load as load_model
 from ..packing import pack
 from .spec_bench import TASKS, Arm, load, measure, table
 
@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 decodes greedily")
-    parser.add_argument("--pack", action="store_true", help="packed half-precision weights")
+    weights = parser.add_mutually_exclusive_group()
+    weights.add_argument("--pack", action="store_true", help="packed half-precision weights")
+    weights.add_argument("--nf4", action="store_true", help="4-bit weights by bitsandbytes")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
@@ -42,7 +44,8 @@ def main(argv: list[str] | None = None) -> int:
         sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0}
     try:
         questions = load(options.data, options.prompts, options.tasks.split(","))
-        model, tokenizer = demo_model()
+        loaded = load_model(None, nf4=options.nf4)
+        model, tokenizer = loaded.model, loaded.tokenizer
         if options.pack:
             pack(model)
         arms = [Arm("plain"), *(options.arm or [Arm("ngram", {"tree_spec": "ngram"})])]
@@ -74,7 +77,8 @@ def main(argv: list[str] | None = None) -> int:
         "processor": platform.machine(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "dtype": str(model.dtype) + (", packed" if options.pack else ""),
+        "dtype": str(model.dtype),
+        "quantization": loaded.machine()["quantization"],
         "new_tokens": options.new_tokens,
         "temperature": options.temperature,
     }
