@@ -234,6 +234,28 @@ class TreeCache(DynamicCache):
         return self.source
 
 
+class CacheView(TreeCache):
+    """Some layers of a `TreeCache`, the very same ones, for a model that has only these.
+
+    Nodes are appended through it behind the committed prefix; `truncate` drops them before the whole cache goes on.
+    """
+
+    def __init__(self, whole: TreeCache, layers: Sequence[int]) -> None:
+        DynamicCache.__init__(self)
+        self.whole = whole
+        self.layers = [whole.layers[i] for i in layers]
+        self.layer_class_to_replicate = None
+        self.tree_layers = [layer for layer in self.layers if isinstance(layer, TreeLayer)]
+
+    @property
+    def lengths(self) -> np.ndarray:  # type: ignore[override]
+        return self.whole.lengths
+
+    @property
+    def filled(self) -> int:  # type: ignore[override]
+        return self.whole.filled
+
+
 def check_cache(cache: Any) -> None:
     """Raises `UnsupportedModelError` unless a tree can be appended to every layer of `cache` and cut back."""
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):

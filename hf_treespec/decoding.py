@@ -282,6 +282,7 @@ class Decoding:
                 verified=verified,
                 tokenizer=call.tokenizer,
                 cache=self.cache,
+                last_position=last_position,
                 assistant_tokenizer=call.assistant_tokenizer,
             )
         )

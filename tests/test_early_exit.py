@@ -13,16 +13,29 @@ import pytest
 import torch
 import transformers
 from conftest import COMMON, LLAMA, build, prompt, run
-from test_drafters import drafted, paths, started
-from transformers import PreTrainedModel
+from test_drafters import drafted, paths
+from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel
 
 import hf_treespec
-from hf_treespec import Budget, Commit, DrafterError, EarlyExitDrafter, UnsupportedModelError
+from hf_treespec import (
+    Budget,
+    Commit,
+    Drafter,
+    DrafterError,
+    EarlyExitDrafter,
+    Prompt,
+    TokenTree,
+    UnsupportedModelError,
+    _compat,
+)
 from hf_treespec.accept import NoiseWindow
+from hf_treespec.attention import tree_attention_on
+from hf_treespec.cache import TreeCache
 from hf_treespec.drafters import early_exit
 from hf_treespec.layer_view import decoder_layers, layer_view
 from hf_treespec.packing import PackedLinear, can_pack
-from hf_treespec.verify import Verified
+from hf_treespec.reference import path_logits
+from hf_treespec.verify import Verified, Verifier
 
 LAYERS = 5
 KEPT = (0, 2, 4)
@@ -273,18 +286,35 @@ def test_with_hidden_states_and_left_padding() -> None:
     assert text.tree_spec.acceptance_by_depth[0] == 1.0
 
 
+def begun(ids: list[int], model: PreTrainedModel, do_sample: bool = False) -> tuple[Drafter, Verifier]:
+    """A drafter at the start of a call on the text `ids`, whose last token is the root, and the target's verifier."""
+    drafter = EarlyExitDrafter(KEPT, wave=3, min_gain=0.0).for_call()
+    text = torch.tensor([ids[:-1]])
+    source = DynamicCache(config=model.config)
+    last_position = torch.tensor([[len(ids) - 2]])
+    with torch.no_grad(), tree_attention_on(model):
+        model(input_ids=text, use_cache=True, **{_compat.cache_key(model): source})
+        cache = TreeCache(source)
+        verifier = Verifier(model, cache, last_position)
+        verified = Verified(TokenTree.root_only(ids[-2]), torch.zeros(1, 1, 61))
+        warpers = LogitsProcessorList()
+        more = {"cache": cache, "last_position": last_position}
+        drafter.start(Prompt(model, text, None, do_sample, warpers, None, 64, verified, **more))
+    return drafter, verifier
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
 @pytest.mark.parametrize("accept", [0, 1, "all"])
 @pytest.mark.parametrize("do_sample", [False, True])
 def test_draft_after_acceptance_equals_a_fresh_drafters(family: str, accept: Any, do_sample: bool) -> None:
     model = deep(family)
-    template = EarlyExitDrafter(KEPT, wave=3, min_gain=0.0)
     noise = NoiseWindow((1, 61), torch.device("cpu")) if do_sample else None
     ids = torch.cat([prompt(9), prompt(6)], 1)[0].tolist()
-    kept = started(template, ids, model, do_sample)
+    kept, verifier = begun(ids, model, do_sample)
     for round_number in range(4):
         tree = drafted(kept, ids, noise=noise)
-        expected = drafted(started(template, ids, model, do_sample), ids, noise=noise)
+        assert verifier.cache.get_seq_length() == verifier.cache.filled == len(ids) - 1, "drafts are cut off again"
+        expected = drafted(begun(ids, model, do_sample)[0], ids, noise=noise)
         assert paths(tree) == paths(expected)
         torch.testing.assert_close(
             torch.from_numpy(np.sort(tree.scores[0])), torch.from_numpy(np.sort(expected.scores[0])), atol=1e-4, rtol=0
@@ -292,22 +322,34 @@ def test_draft_after_acceptance_equals_a_fresh_drafters(family: str, accept: Any
         path = tree.path(len(tree) - 1 - round_number)[: None if accept == "all" else accept + 1]
         bonus = 2 + (7 * round_number + len(ids)) % 50
         tokens = [*tree.tokens[0, path[1:]].tolist(), bonus]
-        kept.observe(Commit([tokens], [path], [bonus], Verified(tree, torch.zeros(1, len(tree), 61))))
+        with tree_attention_on(model):
+            verified = verifier.forward(tree)
+        expected_logits = path_logits(model, torch.tensor([ids]), tree)
+        torch.testing.assert_close(verified.logits[0], expected_logits, atol=1e-4, rtol=0)  # on clean keys
+        verifier.cache.keep([path])
+        kept.observe(Commit([tokens], [path], [bonus], verified))
         ids += tokens
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_scores_are_the_views_own_probabilities(family: str) -> None:
+def test_scores_are_the_kept_layers_probabilities_on_the_targets_keys(family: str) -> None:
     model = deep(family)
     oracle = rebuilt(model, KEPT)
     ids = prompt(14)[0].tolist()
-    tree = drafted(started(EarlyExitDrafter(KEPT, min_gain=0.0), ids, model), ids, Budget(15, 3, 4))
+    tree = drafted(begun(ids, model)[0], ids, Budget(15, 3, 4))
+    whole = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=torch.tensor([ids[:-1]]), use_cache=True, **{_compat.cache_key(model): whole})
     for node in range(1, len(tree)):
         path = tree.tokens[0, tree.path(node)[1:]].tolist()
         score = 1.0
         for i, token in enumerate(path):
+            keys = DynamicCache()
+            for place, layer in enumerate(KEPT):
+                keys.update(whole.layers[layer].keys, whole.layers[layer].values, place)
             with torch.no_grad():
-                logits = oracle(input_ids=torch.tensor([ids + path[:i]]), use_cache=False).logits[0, -1]
+                tail = torch.tensor([[ids[-1], *path[:i]]])
+                logits = oracle(input_ids=tail, use_cache=True, **{_compat.cache_key(oracle): keys}).logits[0, -1]
             score *= float(logits.softmax(-1)[token])
         assert tree.scores[0, node] == pytest.approx(score, abs=1e-4)
 
@@ -446,10 +488,16 @@ def test_more_layers_than_there_are(layers: Any) -> None:
 
 
 def test_a_prompt_without_ids() -> None:
+    """The target has read it, whatever it was."""
     model = deep("llama")
     embeds = model.get_input_embeddings()(prompt(20)).detach()
-    with pytest.raises(DrafterError, match="'early_exit' cannot read a prompt that is only inputs_embeds"):
-        model.generate(inputs_embeds=embeds, tree_spec="early_exit", **GREEDY)
+    mask = torch.ones(1, 20, dtype=torch.long)
+    expected = model.generate(inputs_embeds=embeds, attention_mask=mask, **GREEDY)
+    drafter = EarlyExitDrafter(LAYERS, min_gain=0.0)
+    text = model.generate(inputs_embeds=embeds, attention_mask=mask, tree_spec={"drafter": drafter}, **GREEDY)
+    assert torch.equal(text, expected) and text.tree_spec.acceptance_by_depth[0] == 1.0
+    again = model.generate(inputs_embeds=embeds, attention_mask=mask, tree_spec="early_exit", **GREEDY)
+    assert torch.equal(again, expected)
 
 
 def test_other_options() -> None:

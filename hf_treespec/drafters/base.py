@@ -61,7 +61,9 @@ class Prompt:
         max_nodes: the largest tree of the call, for preallocation.
         verified: the prompt's forward (a tree of one root): logits, and hidden states where `hidden_layers` asks.
         tokenizer: the `tokenizer=` of the call, or None. Only for checks and translations: a drafter works on ids.
-        cache: the target's keys and values; while a tree is drafted, those of the text without the root. Read only.
+        cache: the target's keys and values; while a tree is drafted, those of the text without the root. What a drafter
+            appends behind them it cuts off again before it returns.
+        last_position: (..., B, 1) position id of the last token in `cache` when the call starts.
         assistant_tokenizer: the `assistant_tokenizer=` of the call, or None. For drafters that translate.
     """
 
@@ -75,6 +77,7 @@ class Prompt:
     verified: Verified
     tokenizer: Any = None
     cache: TreeCache | None = None
+    last_position: torch.Tensor | None = None
     assistant_tokenizer: Any = None
 
 

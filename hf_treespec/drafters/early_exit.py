@@ -2,7 +2,9 @@
 
 The drafting model is a view of the target that runs a subset of its decoder layers and shares everything else
 (`layer_view.py`): the first few (LayerSkip, Elhoushi et al. 2024), or all but a block in the middle (Draft & Verify,
-Zhang et al. 2023; SWIFT, Xia et al. 2024). From there on it is the drafter `model`.
+Zhang et al. 2023; SWIFT, Xia et al. 2024). It reads the text through the target's own keys and values of these layers, so
+that it neither reads the prompt nor what was committed, and attends to what all layers made of them. What it appends
+there while it drafts is cut off again.
 
 Which subset is best depends on the target: one that was trained to exit early predicts well after a quarter of its
 layers, an ordinary one hardly after three. So candidates are measured once, on the first prompt that is long enough.
@@ -22,10 +24,13 @@ import torch
 from transformers import PreTrainedModel
 
 from ..attention import tree_attention_on
+from ..cache import CacheView
 from ..errors import DrafterError
 from ..layer_view import decoder_layers, layer_bytes, layer_view
-from .base import Prompt, register_drafter
-from .model import ModelDrafter
+from ..tree import TokenTree
+from ..verify import Verifier
+from .base import Budget, DraftContext, Drafter, Prompt, register_drafter
+from .growth import Growth, Slots, check_growth, draft_warpers, log_q
 
 # Candidates are compared on at most so many of a prompt's last tokens, and not on fewer than the least.
 MOST_TOKENS, LEAST_TOKENS = 128, 16
@@ -41,7 +46,7 @@ _chosen: weakref.WeakKeyDictionary[PreTrainedModel, tuple[int, ...]] = weakref.W
 
 
 @register_drafter("early_exit")
-class EarlyExitDrafter(ModelDrafter):
+class EarlyExitDrafter(Drafter):
     """Drafts with a subset of the target's own layers.
 
     Args:
@@ -51,16 +56,36 @@ class EarlyExitDrafter(ModelDrafter):
         wave, min_gain: as in `model`.
     """
 
-    uses_assistant_model = False
-    needs = ""
-
     def __init__(self, layers: int | Sequence[int] | None = None, wave: int = 4, min_gain: float | None = None) -> None:
-        super().__init__(None, wave, min_gain)
-        self.layers = _checked(layers)
+        check_growth(wave, min_gain)
+        self.layers, self.wave, self.min_gain = _checked(layers), wave, min_gain
 
     def start(self, prompt: Prompt) -> None:
-        self.model = layer_view(prompt.target, self._layers_for(prompt))  # anew: layers may have been packed since
-        super().start(prompt)
+        assert prompt.cache is not None and prompt.last_position is not None
+        layers = self._layers_for(prompt)
+        self._model = layer_view(prompt.target, layers)  # anew: layers may have been packed since
+        self._cache = CacheView(prompt.cache, layers)
+        self._verifier = Verifier(self._model, self._cache, prompt.last_position, prompt.attention_mask)
+        self._warpers = draft_warpers(prompt)
+        self._vocabulary = prompt.verified.logits.shape[-1]
+
+    def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
+        self.forwards = 0
+        growth = Growth(context, budget, wave=self.wave, min_gain=self.min_gain)
+        slots = Slots(growth, [context.last_token])
+        try:
+            with torch.no_grad(), tree_attention_on(self._model):
+                growth.run(lambda nodes: self._expand(slots, nodes))
+        finally:
+            self._cache.truncate()
+        return growth.best()[0]
+
+    def _expand(self, slots: Slots, nodes: list[int]) -> torch.Tensor:
+        """(W, V) log q after each of `nodes`."""
+        self.forwards += 1
+        start = slots.add(nodes)
+        logits = self._verifier.forward(slots.tree(), start).logits[0]
+        return log_q(logits, self._warpers, self._vocabulary)
 
     def _layers_for(self, prompt: Prompt) -> Sequence[int]:
         target, layers = prompt.target, self.layers
@@ -100,7 +125,9 @@ def layers_of(target: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | N
     """
     if target in _chosen:
         return _chosen[target]
-    text = ids[0] if mask is None else ids[0][mask[0, -ids.shape[1] :].to(ids.device) != 0]
+    text = ids[0]
+    if mask is not None and len(text):
+        text = text[mask[0, -ids.shape[1] :].to(ids.device) != 0]
     if len(text) < LEAST_TOKENS:
         return _without_middle(len(decoder_layers(target)), DEFAULT_SKIP)
     return _chosen.setdefault(target, choose_layers(target, text[None, -MOST_TOKENS:]))
