@@ -33,6 +33,8 @@ PRIOR_SLOPE = 0.05
 # little, so that drafts which never help cost at most FIRST_BALANCE + INTEREST · tokens: 2.4 % of 256 tokens, 3.6 % of 64.
 # Gains are saved, up to a limit.
 FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.02, 30.0
+# Levels of a drafter's very first tree.
+FIRST_DEPTH = 2
 # After so many drafts in a row of which nothing was worth a row, one round in so many drafts.
 PATIENCE, IDLE_PERIOD = 4, 3
 # Drafters overrate unlikely paths more often than they underrate them: what they give half the price of a row, at most
@@ -242,6 +244,7 @@ class Sizer:
     usual: float = 4.0
     idle: int = 0
     _skipped: int = 0
+    _tried: bool = False
     # the rate's two sums, fading
     _tokens: float = 0.0
     _seconds: float = 0.0
@@ -260,11 +263,15 @@ class Sizer:
         if self.idle >= PATIENCE and self._skipped < IDLE_PERIOD:
             return dataclasses.replace(limits, max_nodes=0)
         self._skipped = 0
-        if self.balance * curve[1] < curve[2] - curve[1]:
+        # in plain rounds: one row more, one forward of the drafter, and what the account leaves for forwards
+        row, level = float(curve[2] / curve[1]) - 1, self.level_seconds / float(curve[1])
+        left = self.balance - row
+        if left < level:
             return dataclasses.replace(limits, max_nodes=0)
-        depth, level = limits.max_depth, self.level_seconds / float(curve[1])
-        if level:  # levels that the account can pay, should all of them be in vain
-            depth = max(1, min(depth, int(self.balance / level)))
+        depth = limits.max_depth if self._tried else FIRST_DEPTH  # what a forward costs is not known before the first
+        if level:
+            depth = int(left / level)
+        depth, self._tried = min(depth, limits.max_depth), True
         rate = self._rate(curve)
         return dataclasses.replace(
             limits,

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import Budget, NgramDrafter, TokenTree
 from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
-from hf_treespec.budget import Calibration, CostModel, Sizer
+from hf_treespec.budget import FIRST_DEPTH, Calibration, CostModel, Sizer
 from hf_treespec.knowledge import knowledge_of
 
 # -------------------------------------------------------------------- the cost model
@@ -139,6 +139,26 @@ def test_an_adversary_costs_little(curve: str, tokens: int, allowed: float) -> N
     seconds, sizes = run(trace, CURVES[curve], Sizer(CostModel()))
     assert seconds <= allowed * plain, f"{seconds / plain:.3f}, {sum(map(bool, sizes))} rounds drafted"
     assert any(sizes)  # it was tried
+
+
+@pytest.mark.parametrize("share, tries", [(0.9, 1), (0.2, 20)])
+def test_forwards_that_could_never_be_paid_are_not_tried_again(share: float, tries: int) -> None:
+    """One level and one row must be affordable together: at 0.9 of a pass and 0.3 for the row, only the first is."""
+    sizer, plain, drafts = Sizer(CostModel()), 0.02, 0
+    spent = 0.0
+    for token in range(256):
+        budget = sizer.budget(Budget(32, 8, 4), 100)
+        drafted = budget.max_nodes > 0
+        assert drafts or not drafted or budget.max_depth == FIRST_DEPTH
+        drafts += drafted
+        levels = budget.max_depth if drafted else 0
+        drafting, rows = levels * share * plain, 2 if drafted else 1
+        spent += drafting + (0.3 * plain if drafted else 0.0)
+        sizer.account(
+            rows, 100 + token, 1, drafting, plain * (1 + 0.3 * (rows - 1)) + drafting, drafted=drafted, forwards=levels
+        )
+    assert 1 <= drafts <= tries
+    assert spent <= 0.03 * 256 * plain
 
 
 # -------------------------------------------------------------------- in the loop
