@@ -33,6 +33,8 @@ PRIOR_SLOPE = 0.05
 # little, so that drafts which never help cost at most FIRST_BALANCE + INTEREST · tokens: 2.4 % of 256 tokens, 3.6 % of 64.
 # Gains are saved, up to a limit.
 FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.02, 30.0
+# A call in which drafts lost halves what the next one starts with and earns, down to this; one in which they won doubles it.
+LEAST_TRUST = 0.25
 # Levels of a drafter's very first tree.
 FIRST_DEPTH = 2
 # After so many drafts in a row of which nothing was worth a row, one round in so many drafts.
@@ -230,6 +232,7 @@ class Sizer:
         costs: of the target.
         calibration: of the drafter on this target.
         balance: what drafting may still lose, in plain rounds. A round that drafts pays its price and earns its tokens.
+        trust: the share of `FIRST_BALANCE` and `INTEREST` that drafts get, after what they did in the calls before.
         rate: ρ, tokens per second.
         level_seconds: one forward of the drafter's own model; 0 for drafters without.
         usual: nodes that the last rounds verified, about; there is no use in drafting many more.
@@ -239,19 +242,24 @@ class Sizer:
     costs: CostModel
     calibration: Calibration = dataclasses.field(default_factory=Calibration)
     balance: float = FIRST_BALANCE
+    trust: float = 1.0
     rate: float = 0.0
     level_seconds: float = 0.0
     usual: float = 4.0
     idle: int = 0
     _skipped: int = 0
     _tried: bool = False
+    _earned: float = 0.0  # by drafts in this call, in plain rounds
     # the rate's two sums, fading
     _tokens: float = 0.0
     _seconds: float = 0.0
 
     def begin(self) -> None:
         """A new call: whatever was lost before, it may be tried again, and a new text has another rate."""
-        self.balance = max(self.balance, FIRST_BALANCE)
+        if self._earned:
+            self.trust = min(1.0, 2 * self.trust) if self._earned > 0 else max(LEAST_TRUST, self.trust / 2)
+        self._earned = 0.0
+        self.balance = max(self.balance, FIRST_BALANCE * self.trust)
         self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
 
     def budget(self, limits: Budget, context: int) -> Budget:
@@ -364,13 +372,18 @@ class Sizer:
         """
         self.costs.observe(rows, context, seconds - drafting)
         plain = float(self.costs.curve(1, context)[1])
+        earned = 0.0
         if rows == 1:
-            self.balance -= drafting / plain if drafted else 0.0
+            earned = -drafting / plain if drafted else 0.0
         else:
             # an interruption of the machine is not the draft's fault: no more than the size's usual price and half
             price = min(seconds - drafting, 1.5 * float(self.costs.curve(rows, context)[rows])) + drafting
-            self.balance += committed - price / plain
-        interest = INTEREST * committed if self.balance < FIRST_BALANCE else 0.0  # only gains are saved beyond that
+            earned = committed - price / plain
+        self._earned += earned
+        self.balance += earned
+        interest = (
+            self.trust * INTEREST * committed if self.balance < FIRST_BALANCE else 0.0
+        )  # only gains are saved beyond
         self.balance = min(self.balance + interest, MOST_BALANCE)
         if drafted:
             self.idle = 0 if rows > 1 else self.idle + 1

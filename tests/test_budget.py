@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import Budget, NgramDrafter, TokenTree
 from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
-from hf_treespec.budget import FIRST_DEPTH, Calibration, CostModel, Sizer
+from hf_treespec.budget import FIRST_DEPTH, LEAST_TRUST, Calibration, CostModel, Sizer
 from hf_treespec.knowledge import knowledge_of
 
 # -------------------------------------------------------------------- the cost model
@@ -139,6 +139,26 @@ def test_an_adversary_costs_little(curve: str, tokens: int, allowed: float) -> N
     seconds, sizes = run(trace, CURVES[curve], Sizer(CostModel()))
     assert seconds <= allowed * plain, f"{seconds / plain:.3f}, {sum(map(bool, sizes))} rounds drafted"
     assert any(sizes)  # it was tried
+
+
+def test_a_drafter_that_keeps_losing_is_tried_less_and_less() -> None:
+    """From call to call, down to a quarter; and as much as ever after it has won."""
+    cost = CURVES["re-packed (CPU, float32)"]
+    wrong = [TokenTree([0, *range(1, 9)], range(-1, 8), [1.0] + [0.99] * 8) for _ in range(128)]
+    useless, sizer, losses = Trace([0] * 130, 1, wrong), Sizer(CostModel()), []
+    plain, _ = run(useless, cost, 0)
+    for _ in range(5):
+        sizer.begin()
+        sizer.calibration = Calibration()  # it believes the boaster anew
+        losses.append(run(useless, cost, sizer)[0] / plain - 1)
+    assert losses[0] > 0.015 and losses[-1] < 0.01 and sizer.trust == LEAST_TRUST
+    right = Trace([0] * 130, 1, [TokenTree([0] * 9, range(-1, 8), [1.0] + [0.99] * 8)] * 128)
+    for _ in range(3):
+        sizer.begin()
+        seconds, _ = run(right, cost, sizer)
+    assert seconds < 0.5 * plain
+    sizer.begin()
+    assert sizer.trust == 1.0
 
 
 @pytest.mark.parametrize("share, tries", [(0.9, 1), (0.2, 20)])
