@@ -33,7 +33,8 @@ PRIOR_SLOPE = 0.05
 # little, so that drafts which never help cost at most FIRST_BALANCE + INTEREST · tokens: 2.4 % of 256 tokens, 3.6 % of 64.
 # Gains are saved, up to a limit.
 FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.02, 30.0
-# A call in which drafts lost halves what the next one starts with and earns, down to this; one in which they won doubles it.
+# A call in which drafts lost all that they began with halves what the next one starts with and earns, down to this; one in
+# which they won doubles it.
 LEAST_TRUST = 0.25
 # Levels of a drafter's very first tree.
 FIRST_DEPTH = 2
@@ -256,8 +257,10 @@ class Sizer:
 
     def begin(self) -> None:
         """A new call: whatever was lost before, it may be tried again, and a new text has another rate."""
-        if self._earned:
-            self.trust = min(1.0, 2 * self.trust) if self._earned > 0 else max(LEAST_TRUST, self.trust / 2)
+        if self._earned > 0:
+            self.trust = min(1.0, 2 * self.trust)
+        elif self._earned < -FIRST_BALANCE * self.trust:
+            self.trust = max(LEAST_TRUST, self.trust / 2)
         self._earned = 0.0
         self.balance = max(self.balance, FIRST_BALANCE * self.trust)
         self._tokens, self._seconds = self._tokens / 2, self._seconds / 2
