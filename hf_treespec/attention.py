@@ -54,7 +54,7 @@ def tree_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `sdpa`, but grouped heads under a mask are folded as drawn above.
+    """transformers' attention interface: `sdpa`, but under a mask no keys are copied for each head: see above.
 
     Args:
         query: (B, Hkv·g, N, D). key, value: (B, Hkv, K, D).
@@ -74,20 +74,14 @@ def tree_attention(
     if attention_mask.is_floating_point() and attention_mask.dtype != query.dtype:
         attention_mask = attention_mask.to(query.dtype)
     if not folds(query.device):
-        mask = attention_mask[:, :, :nodes]
-        out = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling, enable_gqa=groups > 1
-        )
-        return out.transpose(1, 2).contiguous(), None
-    if attention_mask.shape[2] != groups * nodes:  # an ordinary mask, or one folded for another group size
-        attention_mask = attention_mask[:, :, :nodes].repeat(1, 1, groups, 1)
+        attention_mask = attention_mask[:, :, :nodes]
+    else:
+        query = query.reshape(rows, heads // groups, groups * nodes, size)
+        if attention_mask.shape[2] != groups * nodes:  # an ordinary mask, or one folded for another group size
+            attention_mask = attention_mask[:, :, :nodes].repeat(1, 1, groups, 1)
+    shared = query.shape[1] != key.shape[1]
     out = scaled_dot_product_attention(
-        query.reshape(rows, heads // groups, groups * nodes, size),
-        key,
-        value,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        scale=scaling,
+        query, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling, enable_gqa=shared
     )
     return out.reshape(rows, heads, nodes, -1).transpose(1, 2).contiguous(), None
 

@@ -384,9 +384,8 @@ class Sizer:
             earned = committed - price / plain
         self._earned += earned
         self.balance += earned
-        interest = (
-            self.trust * INTEREST * committed if self.balance < FIRST_BALANCE else 0.0
-        )  # only gains are saved beyond
+        # only gains are saved beyond the first balance
+        interest = self.trust * INTEREST * committed if self.balance < FIRST_BALANCE else 0.0
         self.balance = min(self.balance + interest, MOST_BALANCE)
         if drafted:
             self.idle = 0 if rows > 1 else self.idle + 1

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from ..errors import TreeSpecError
+from ..loading import UserError
 from ..loading import load as load_model
 from ..packing import pack
 from .spec_bench import TASKS, Arm, load, measure, table
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
                 f"{result.tokens:4} tokens  {'same' if result.same else 'DIFFERS'}  {result.stats or ''}",
                 file=sys.stderr,
             )
-    except TreeSpecError as error:
+    except (TreeSpecError, UserError) as error:
         print(f"hf_treespec.bench: {error}", file=sys.stderr)
         return 2
     rows = table(results)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from ..tree import TokenTree
 from .source import Answers, Odds, Source
 
 # Guesses read at each node.
@@ -48,10 +49,10 @@ class NearMissSource(Source):
         self.odds = Odds(_PRIORS)
         self._root: tuple[Place, ...] = ()
         self._chosen: int | None = None
-        # of the last verified tree: by node, the target's likeliest tokens, their chances, and the drafted children
+        # the last verified tree, and by node the target's likeliest tokens and their chances
+        self._tree = TokenTree.root_only(0)
         self._tokens: list[list[int]] = []
         self._chances: list[list[float]] = []
-        self._children: list[dict[int, int]] = []
 
     def read(self, token: int) -> None:
         """Nothing: what counts is where the target stood, which `look` is told."""
@@ -60,7 +61,7 @@ class NearMissSource(Source):
         return self._root
 
     def step(self, state: tuple[Place, ...], token: int) -> tuple[Place, ...]:
-        found = ((self._children[node].get(token)) for node, _ in state)
+        found = (self._tree.child(node, token) for node, _ in state)
         return tuple((child, _RESUMED) for child in found if child is not None)
 
     def guesses(self, state: tuple[Place, ...]) -> dict[int, float]:
@@ -79,19 +80,16 @@ class NearMissSource(Source):
             return
         best, chances = answers.best
         self._tokens, self._chances = best[:, : self.width].tolist(), chances[:, : self.width].tolist()
-        self._children = [{} for _ in self._tokens]
-        parents, tokens = answers.tree.parents[0].tolist(), answers.tree.tokens[0].tolist()
-        for child in range(1, len(tokens)):
-            self._children[parents[child]][tokens[child]] = child
+        self._tree = answers.tree
         replaced = self._likeliest_child(node)
         substituted = () if replaced is None else ((replaced, _SUBSTITUTED),)
         self._root = (*substituted, (node, _DELAYED))
 
     def _likeliest_child(self, node: int) -> int | None:
         """Of the drafted children of a node, the one that the target thought likeliest."""
-        children = self._children[node]
-        likely = (children[token] for token in self._tokens[node] if token in children)
-        return next(likely, next(iter(children.values()), None))
+        likely = (child for token in self._tokens[node] if (child := self._tree.child(node, token)) is not None)
+        others = (child for child, parent in enumerate(self._tree.parents[0].tolist()) if parent == node)
+        return next(likely, None) or next(others, None)
 
     def _near(self, state: tuple[Place, ...]) -> Iterator[tuple[int, int]]:
         """(token, kind) of each guess, each token once."""
