@@ -6,29 +6,29 @@
     chosen n                                       argmax  S(n) - ρ · (T(1 + n) - T(1));   0 decodes plainly
 
 which is "add a node while its path score is above its marginal price" for any shape of T, flat (a GPU), linear (a CPU) or
-a staircase (kernels that switch). T is measured from the rounds themselves (`CostModel`), path scores are corrected by
+a staircase (kernels that switch). T is measured from the rounds themselves (`costs.py`), path scores are corrected by
 what happened to earlier ones (`Calibration`), and an account bounds what bad drafts may cost (`Sizer.balance`).
 
-Nothing here can change the text: a tree is only cut. It knows nothing of models, caches or how trees are drafted.
+Nothing here can change the text: a tree is only cut. It knows nothing of models, caches or how trees are drafted. What
+every round pays for is lists and loops: trees have a dozen nodes, and after a pass over all weights of a model nothing
+is left in the processor's cache, so that each array function costs more than such a loop.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import threading
-from collections import deque
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
+from .costs import CostModel, monotone
 from .drafters.base import Budget
 from .stats import Sizing
-from .tree import FloatArray, TokenTree
+from .tree import TokenTree
 
-# Samples kept of each number of rows: the median ignores outliers, and old samples make room for new ones.
-SAMPLES = 41
-# T(n) / T(1) where nothing is measured yet: a little dearer for each row, so that trees are tried and then measured.
-PRIOR_SLOPE = 0.05
 # The account, in plain rounds. A round drafts what the account can pay should all of it be in vain, and each token earns a
 # little, so that drafts which never help cost at most FIRST_BALANCE + INTEREST · tokens: 2.4 % of 256 tokens, 3.6 % of 64.
 # Gains are saved, up to a limit.
@@ -47,120 +47,9 @@ MOST_MIN_SCORE = 0.05
 RATE_HORIZON = 64.0
 
 
-class CostModel:
-    """Seconds of a round, drafting left out, by rows of its forward and cached tokens. Shared by all calls on a target.
-
-    Robust (medians), monotone in rows (pool adjacent violators), interpolated between measured sizes, and corrected for
-    the context's length by one slope that is fitted to all samples.
-    """
-
-    def __init__(self) -> None:
-        self._samples: dict[int, deque[tuple[int, float]]] = {}
-        self._fitted: tuple[list[int], list[float], float] = ([], [], 0.0)  # rows, seconds, slope beyond
-        self._slope = 0.0  # a cached token adds this share
-        self._count = 0
-        self._lock = threading.Lock()
-
-    def observe(self, rows: int, context: int, seconds: float) -> None:
-        """One round: a forward of `rows` on top of `context` cached tokens took `seconds`."""
-        with self._lock:
-            new = rows not in self._samples
-            samples = self._samples.setdefault(rows, deque(maxlen=SAMPLES))
-            samples.append((context, seconds))
-            self._count += 1
-            if self._count % 64 == 0:
-                self._fit_slope()
-            if new or self._count < 32 or self._count % 8 == 0:  # the curve moves slowly; a round should not pay for it
-                self._fit()
-
-    def times(self, rows: int) -> int:
-        """How often so many rows were measured, of late."""
-        return len(self._samples.get(rows, ()))
-
-    @property
-    def largest(self) -> int:
-        """The most rows that were measured."""
-        return self._fitted[0][-1] if self._fitted[0] else 1
-
-    def measured(self) -> dict[int, int]:
-        """Rows that were measured, and how often (at most `SAMPLES`)."""
-        with self._lock:
-            return {rows: len(samples) for rows, samples in sorted(self._samples.items())}
-
-    def curve(self, most: int, context: int) -> FloatArray:
-        """(most + 1,) seconds by rows; index 0 repeats one row."""
-        rows, known, slope = self._fitted
-        if not len(rows):
-            return np.zeros(most + 1, np.float32)
-        at = np.arange(most + 1)
-        curve = np.interp(at, rows, known) + np.maximum(0, at - rows[-1]) * slope
-        return np.asarray(curve * (1 + self._slope * context), dtype=np.float32)
-
-    def _fit(self) -> None:
-        """The monotone curve through the medians, at zero context."""
-        rows = sorted(self._samples)
-        medians = [_typical([s / (1 + self._slope * c) for c, s in self._samples[n]]) for n in rows]
-        medians = self._doubt(rows, medians)
-        known = monotone(medians, [float(len(self._samples[n])) for n in rows])
-        if len(rows) == 1:
-            slope = PRIOR_SLOPE * known[0]
-        else:  # beyond what was measured it goes on as steeply as it has risen, at the end or on the whole
-            slope = max((known[-1] - known[-2]) / (rows[-1] - rows[-2]), (known[-1] - known[0]) / (rows[-1] - rows[0]))
-        self._fitted = (rows, known, slope)
-
-    def _doubt(self, rows: list[int], medians: list[float]) -> list[float]:
-        """A size seen once or twice, maybe interrupted, must look cheap enough to be seen again.
-
-        It counts as half as dear again as one row at most, or as what the sizes that are known well lead to expect.
-        """
-        known = [(n, m) for n, m in zip(rows, medians, strict=True) if len(self._samples[n]) >= 3]
-        first, last = (known[0], known[-1]) if known else ((1, 0.0), (1, 0.0))
-        slope = (last[1] - first[1]) / max(1, last[0] - first[0])
-        doubted = []
-        for n, median in zip(rows, medians, strict=True):
-            believable = max(1.5 * medians[0] * (1 + PRIOR_SLOPE * (n - rows[0])), last[1] + slope * (n - last[0]))
-            doubted.append(min(median, believable) if len(self._samples[n]) < 3 else median)
-        return doubted
-
-    def to_dict(self) -> dict[str, list[list[float]]]:
-        """The samples, ready for JSON."""
-        with self._lock:
-            return {str(rows): [[c, s] for c, s in samples] for rows, samples in self._samples.items()}
-
-    def load(self, data: dict[str, list[list[float]]]) -> None:
-        """Takes samples from `to_dict` as if they had been observed."""
-        for rows, samples in data.items():
-            for context, seconds in samples:
-                self.observe(int(rows), int(context), float(seconds))
-
-    def _fit_slope(self) -> None:
-        """The slope under which samples of one size agree best, whatever their context."""
-        groups = [np.array(s) for s in self._samples.values() if len({c for c, _ in s}) > 2]
-        if not groups:
-            return
-
-        slopes = np.array([0.0, *np.geomspace(1e-6, 1e-2, 33)])
-        disagreement = np.zeros(len(slopes))
-        for contexts, seconds in (group.T for group in groups):
-            logs = np.log(seconds)[:, None] - np.log1p(contexts[:, None] * slopes)
-            disagreement += np.abs(logs - np.median(logs, axis=0)).sum(axis=0)
-        self._slope = float(slopes[disagreement.argmin()])
-
-
-def _typical(seconds: list[float]) -> float:
-    """The median; of few samples the least, since an interruption only adds, and a size thought dear is not tried again."""
-    return statistics.median(seconds) if len(seconds) >= 5 else min(seconds)
-
-
-def monotone(values: list[float], weights: list[float]) -> list[float]:
-    """Isotonic regression (pool adjacent violators): the rising sequence nearest to `values`."""
-    blocks: list[list[float]] = []  # value, weight, count
-    for value, weight in zip(values, weights, strict=True):
-        blocks.append([value, weight, 1])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            (v2, w2, n2), (v1, w1, n1) = blocks.pop(), blocks.pop()
-            blocks.append([(v1 * w1 + v2 * w2) / (w1 + w2), w1 + w2, n1 + n2])
-    return [value for value, _, count in blocks for _ in range(int(count))]
+def _logit(q: np.ndarray) -> np.ndarray:
+    q = np.clip(q, 1e-3, 1 - 1e-3)
+    return np.asarray(np.log(q / (1 - q)))
 
 
 class Calibration:
@@ -175,54 +64,52 @@ class Calibration:
 
     RANKS = 3
     _KNOTS = np.array([0.01, 0.03, 0.07, 0.15, 0.3, 0.5, 0.7, 0.85, 0.95, 0.99])
+    _AT = _logit(_KNOTS)
     # labels that believing the drafter is worth, and the count at which old ones begin to fade
     _PRIOR, _MEMORY = 3.0, 300.0
+    # Curves are tables over equal steps of the score: they are looked up far more often than made.
+    _STEPS = 512
+    _SCORES = _logit(np.linspace(0, 1, _STEPS + 1))
+    _NEAREST = np.searchsorted((_AT[1:] + _AT[:-1]) / 2, _SCORES).tolist()
 
     def __init__(self) -> None:
-        self._at = _logit(self._KNOTS)
-        self._between = (self._at[1:] + self._at[:-1]) / 2
         # for each rank and knot: labels, those that came true, and the sum of their scores
-        self._labels, self._true, self._promised = (np.zeros((self.RANKS, len(self._at))) for _ in range(3))
-        self._corrected = np.tile(self._at, (self.RANKS, 1))
+        self._counts = np.zeros((3, self.RANKS, len(self._KNOTS)))
         self._lock = threading.Lock()
         self._new = self._seen = 0
+        self._correct()
 
-    def chances(self, scores: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """(n,) chances of edges, given their scores (n,) and sibling ranks (n,) (0 is the best)."""
-        x, ranks = _logit(scores), np.minimum(ranks, self.RANKS - 1)
-        place = np.clip(np.searchsorted(self._at, x) - 1, 0, len(self._at) - 2)
-        low, high = self._at[place], self._at[place + 1]
-        y_low, y_high = self._corrected[ranks, place], self._corrected[ranks, place + 1]
-        y = y_low + (y_high - y_low) * np.clip((x - low) / (high - low), 0.0, 1.0)
-        return np.asarray(1 / (1 + np.exp(-y)))
+    def chances(self, scores: Sequence[float], ranks: Sequence[int]) -> list[float]:
+        """The chances of edges, given their scores in [0, 1] and sibling ranks (0 is the best)."""
+        steps, tables, last = self._STEPS, self._table, self.RANKS - 1
+        return [tables[min(rank, last)][int(score * steps + 0.5)] for score, rank in zip(scores, ranks, strict=True)]
 
-    def observe(self, scores: np.ndarray, ranks: np.ndarray, hits: np.ndarray) -> None:
-        """Edges below reached nodes, and whether each was the target's own token."""
-        place = (np.minimum(ranks, self.RANKS - 1), np.searchsorted(self._between, _logit(scores)))
+    def observe(self, labels: Sequence[tuple[float, int, bool]]) -> None:
+        """Edges below reached nodes: their scores, their ranks, and whether each was the target's own token."""
         with self._lock:
-            np.add.at(self._labels, place, 1.0)
-            np.add.at(self._true, place, hits)
-            np.add.at(self._promised, place, scores)
-            self._new += len(scores)
-            self._seen += len(scores)
-            if self._new >= (2 if self._seen < 100 else 24):
+            labelled, true, promised = self._counts
+            for score, rank, hit in labels:
+                place = min(rank, self.RANKS - 1), self._NEAREST[int(score * self._STEPS + 0.5)]
+                labelled[place] += 1.0
+                promised[place] += score
+                if hit:
+                    true[place] += 1.0
+            self._new += len(labels)
+            self._seen += len(labels)
+            if self._new >= min(max(2, self._seen // 8), 48):
                 self._new = 0
                 self._correct()
 
     def _correct(self) -> None:
-        fading = np.where(self._labels > self._MEMORY, 0.5, 1.0)
-        for counts in (self._labels, self._true, self._promised):
-            counts *= fading
-        expected = (self._promised + self._PRIOR * self._KNOTS) / (self._labels + self._PRIOR)
-        came_true = (self._true + self._PRIOR * self._KNOTS) / (self._labels + self._PRIOR)
-        wanted = self._at + _logit(came_true) - _logit(expected)
-        weights = self._labels + 0.1  # knots without labels give way
-        self._corrected = np.array([monotone(w.tolist(), n.tolist()) for w, n in zip(wanted, weights, strict=True)])
-
-
-def _logit(q: np.ndarray) -> np.ndarray:
-    q = np.clip(q, 1e-3, 1 - 1e-3)
-    return np.asarray(np.log(q / (1 - q)))
+        self._counts *= np.where(self._counts[0] > self._MEMORY, 0.5, 1.0)
+        labelled, true, promised = self._counts
+        expected = (promised + self._PRIOR * self._KNOTS) / (labelled + self._PRIOR)
+        came_true = (true + self._PRIOR * self._KNOTS) / (labelled + self._PRIOR)
+        wanted = self._AT + _logit(came_true) - _logit(expected)
+        weights = labelled + 0.1  # knots without labels give way
+        rising = [monotone(w.tolist(), n.tolist()) for w, n in zip(wanted, weights, strict=True)]
+        curves = np.array([np.interp(self._SCORES, self._AT, curve) for curve in rising])
+        self._table: list[list[float]] = (1 / (1 + np.exp(-curves))).tolist()
 
 
 @dataclasses.dataclass
@@ -269,13 +156,13 @@ class Sizer:
         """What the drafter may do this round; no nodes where the round is to be plain."""
         if self.costs.times(1) < 2:  # everything is compared with plain decoding: measure it first
             return dataclasses.replace(limits, max_nodes=0)
-        curve = self.costs.curve(2, context)
+        curve = self.costs.curve(2, context).tolist()
         self._skipped += 1
         if self.idle >= PATIENCE and self._skipped < IDLE_PERIOD:
             return dataclasses.replace(limits, max_nodes=0)
         self._skipped = 0
         # in plain rounds: one row more, one forward of the drafter, and what the account leaves for forwards
-        row, level = float(curve[2] / curve[1]) - 1, self.level_seconds / float(curve[1])
+        row, level = curve[2] / curve[1] - 1, self.level_seconds / curve[1]
         left = self.balance - row
         if left < level:
             return dataclasses.replace(limits, max_nodes=0)
@@ -283,57 +170,58 @@ class Sizer:
         if level:
             depth = int(left / level)
         depth, self._tried = min(depth, limits.max_depth), True
-        rate = self._rate(curve)
+        rate = self._rate(curve[1])
         return dataclasses.replace(
             limits,
             max_nodes=min(limits.max_nodes, int(1.5 * self.usual) + 4),
             max_depth=depth,
             min_gain=min(0.9, rate * self.level_seconds),
-            min_score=min(MOST_MIN_SCORE, 0.5 * rate * float(curve[2] - curve[1])),
+            min_score=min(MOST_MIN_SCORE, 0.5 * rate * (curve[2] - curve[1])),
         )
 
     def cut(self, tree: TokenTree, context: int) -> TokenTree:
-        """The part of a tree (one row) that is worth its rows here; its scores become calibrated path scores."""
+        """The part of a tree (one row) that is worth its rows here, depth first, with calibrated path scores."""
         if len(tree) == 1:
             return tree
-        scores, order, worth, price, curve = self._weigh(tree, context)
-        gain = worth - self._rate(curve) * price
-        gain[self._affordable(curve) :] = -np.inf
-        nodes = int(np.argmax(gain)) + 1 if gain.max() > 0 else 0
+        scores, order = self._weigh(tree)
+        curve = self.costs.curve(len(tree), context).tolist()
+        rate, nodes, worth, best = self._rate(curve[1]), 0, 0.0, 0.0
+        for count in range(1, 1 + self._affordable(curve)):
+            worth += scores[order[count]]
+            gain = worth - rate * (curve[1 + count] - curve[1])
+            if gain > best:
+                nodes, best = count, gain
         self.usual = max(nodes, 0.8 * self.usual)
-        return tree.select(np.sort(order[: nodes + 1]), scores)
+        return tree.depth_first(order[: nodes + 1], scores)
 
     def explain(self, tree: TokenTree, context: int, nodes: int) -> Sizing:
         """What `cut` has decided by, told before the round is learnt from. `nodes` were verified."""
-        _, _, worth, _, curve = self._weigh(tree, context)
+        scores, order = self._weigh(tree)
+        curve = self.costs.curve(len(tree), context).tolist()
         return Sizing(
-            gain=[0.0, *worth.tolist()],
-            seconds=curve[1:].tolist(),
-            rate=self._rate(curve),
-            affordable=min(len(worth), self._affordable(curve)),
+            gain=[0.0, *accumulate(scores[node] for node in order[1:])],
+            seconds=curve[1:],
+            rate=self._rate(curve[1]),
+            affordable=self._affordable(curve),
             nodes=nodes,
         )
 
-    def _weigh(
-        self, tree: TokenTree, context: int
-    ) -> tuple[FloatArray, np.ndarray, np.ndarray, np.ndarray, FloatArray]:
-        """Calibrated scores (N,), nodes by score, and for 1, 2, ... nodes S and its price; and the curve T."""
+    def _weigh(self, tree: TokenTree) -> tuple[list[float], list[int]]:
+        """Calibrated path scores, and nodes by these: the root first, parents before children."""
         scores = self.calibrated(tree)
-        order = np.argsort(-scores, kind="stable")  # the root first, parents before children
-        curve = self.costs.curve(len(tree), context)
-        return scores, order, np.cumsum(scores[order[1:]]), curve[2:] - curve[1], curve
+        return scores, sorted(range(len(scores)), key=lambda node: -scores[node])
 
-    def _affordable(self, curve: np.ndarray) -> int:
+    def _affordable(self, curve: list[float]) -> int:
         """The most nodes that the account can pay; a size far beyond those measured is a guess, and not among them."""
-        price = curve[2:] - curve[1]  # rises
-        return min(int((price <= self.balance * curve[1]).sum()), max(0, 2 * self.costs.largest - 1))
+        most = curve[1] * (1 + self.balance)
+        return min(bisect_right(curve, most, lo=2) - 2, max(0, 2 * self.costs.largest - 1))
 
-    def calibrated(self, tree: TokenTree) -> FloatArray:
-        """(N,) path scores as the calibration sees them; never above the parent's."""
-        edges, ranks = _edges(tree)
-        logs = np.zeros(len(tree))
-        logs[1:] = np.log(self.calibration.chances(edges, ranks))
-        scores: FloatArray = np.exp(tree.ancestors[0] @ logs).astype(np.float32)
+    def calibrated(self, tree: TokenTree) -> list[float]:
+        """Path scores as the calibration sees them; never above the parent's."""
+        parents, edges, ranks = _edges(tree)
+        scores = [1.0]
+        for parent, chance in zip(parents, self.calibration.chances(edges, ranks), strict=True):
+            scores.append(scores[parent] * chance)
         return scores
 
     def learn(self, drafted: TokenTree, tokens: list[int]) -> None:
@@ -342,18 +230,16 @@ class Sizer:
         Args:
             tokens: the round's tokens; they lead from the root through nodes of `drafted` as far as it holds them.
         """
-        edges, ranks = _edges(drafted)
-        asked, true = (np.zeros(len(drafted), dtype=np.bool_) for _ in range(2))
-        node = 0
+        asked, node = {}, 0
         for token in tokens:
-            asked[node] = True
-            child = drafted.child(node, token)
+            child = asked[node] = drafted.child(node, token)
             if child is None:
                 break
-            true[child], node = True, child
-        below = asked[drafted.parents[0, 1:]]
-        if below.any():
-            self.calibration.observe(edges[below], ranks[below], true[1:][below])
+            node = child
+        edges = enumerate(zip(*_edges(drafted), strict=True), 1)
+        labels = [(edge, rank, asked[parent] == child) for child, (parent, edge, rank) in edges if parent in asked]
+        if labels:
+            self.calibration.observe(labels)
 
     def account(
         self,
@@ -374,13 +260,14 @@ class Sizer:
             drafted: whether it was asked for a tree. forwards: of the drafter's own model.
         """
         self.costs.observe(rows, context, seconds - drafting)
-        plain = float(self.costs.curve(1, context)[1])
+        curve = self.costs.curve(rows, context)
+        plain = float(curve[1])
         earned = 0.0
         if rows == 1:
             earned = -drafting / plain if drafted else 0.0
         else:
             # an interruption of the machine is not the draft's fault: no more than the size's usual price and half
-            price = min(seconds - drafting, 1.5 * float(self.costs.curve(rows, context)[rows])) + drafting
+            price = min(seconds - drafting, 1.5 * float(curve[rows])) + drafting
             earned = committed - price / plain
         self._earned += earned
         self.balance += earned
@@ -399,13 +286,17 @@ class Sizer:
         self._seconds = fading * self._seconds + seconds
         self.rate = self._tokens / self._seconds
 
-    def _rate(self, curve: np.ndarray) -> float:
+    def _rate(self, plain: float) -> float:
         """Tokens per second: what the last rounds gave (sums, not a mean of rates), at least what plain decoding gives."""
-        return max(self.rate, 1.0 / float(curve[1]))
+        return max(self.rate, 1.0 / plain)
 
 
-def _edges(tree: TokenTree) -> tuple[np.ndarray, np.ndarray]:
-    """Scores (N - 1,) of the edges above each node but the root, and the nodes' ranks among their siblings."""
-    scores, parents = tree.scores[0], tree.parents[0, 1:]
-    edges = scores[1:] / np.maximum(scores[parents], 1e-9)
-    return np.clip(edges, 0.0, 1.0), tree.sibling_ranks[0, 1:]
+def _edges(tree: TokenTree) -> tuple[list[int], list[float], list[int]]:
+    """For each node but the root its parent, the score of the edge between them, and its rank among its siblings."""
+    parents, scores = tree.parents[0].tolist()[1:], tree.scores[0].tolist()
+    # not above 1 where rounding puts a child above its parent, and 0 below one of no chance
+    edges = [
+        min(1.0, score / scores[parent]) if score > 0 else 0.0
+        for parent, score in zip(parents, scores[1:], strict=True)
+    ]
+    return parents, edges, tree.sibling_ranks[0].tolist()[1:]

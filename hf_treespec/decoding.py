@@ -151,9 +151,7 @@ class Decoding:
         self.drafted = tree
         if len(tree) == 1:
             return tree
-        if self.sizer is not None:
-            tree = self.sizer.cut(tree, self.cache.filled)
-        return tree.depth_first()
+        return tree.depth_first() if self.sizer is None else self.sizer.cut(tree, self.cache.filled)
 
     def verify(self, tree: TokenTree, watch: Stopwatch) -> Verified:
         """3 verify."""

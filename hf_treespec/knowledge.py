@@ -18,7 +18,8 @@ import torch
 from transformers import PreTrainedModel
 
 from . import attention
-from .budget import CostModel, Sizer
+from .budget import Sizer
+from .costs import CostModel
 from .demo_model import cache_root
 
 logger = logging.getLogger("hf_treespec")

@@ -26,7 +26,8 @@ from typing import Any
 
 import numpy as np
 
-from .budget import CostModel, Sizer, monotone
+from .budget import Sizer
+from .costs import CostModel, monotone
 from .drafters.base import Budget, DraftContext, Drafter
 from .drafters.recycling import exchange_tables
 from .loading import UserError
@@ -287,7 +288,7 @@ def expected(records: Sequence[RoundRecord], most: int) -> tuple[FloatArray, Flo
         tree = record.tree
         if len(tree) == 1:
             continue
-        scores = sizer.calibrated(tree)
+        scores = np.array(sizer.calibrated(tree))
         order = np.argsort(-scores, kind="stable")  # parents before children: n of them are a tree
         sums = np.cumsum(scores[order[1:]])
         promised[1 : len(tree)] += sums

@@ -22,7 +22,7 @@ Shape letters: B rows (sequences), N nodes with the root.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -261,16 +261,23 @@ class TokenTree:
         tree.depths = self.depths[row : row + 1, nodes]
         return tree
 
-    def depth_first(self) -> TokenTree:
+    def depth_first(self, nodes: Collection[int] | None = None, scores: Sequence[float] | None = None) -> TokenTree:
         """One row, reordered: each node is followed by its best child's subtree, then the next child's.
 
         A path of best children is then a run of nodes, which the cache keeps without moving anything.
+
+        Args:
+            nodes: to keep, the parents of all of them included; all, if None.
+            scores: for each node the score to take instead of the row's own, which still says who is best.
         """
+        kept = range(len(self)) if nodes is None else set(nodes)
         order, waiting = [], [0]
         while waiting:
             order.append(waiting.pop())
-            waiting += reversed(self._families[0][order[-1]])
-        return self if order == list(range(len(self))) else self.select(np.array(order))
+            waiting += [child for child in reversed(self._families[0][order[-1]]) if child in kept]
+        if scores is None and order == list(range(len(self))):
+            return self
+        return self.select(np.array(order), None if scores is None else np.array(scores, np.float32))
 
     def __repr__(self) -> str:
         return f"TokenTree(rows={self.rows}, nodes={self.sizes.tolist()}, depth={int(self.depths.max())})"

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_treespec import Budget, NgramDrafter, TokenTree
 from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
-from hf_treespec.budget import FIRST_DEPTH, LEAST_TRUST, Calibration, CostModel, Sizer
+from hf_treespec.budget import FIRST_DEPTH, LEAST_TRUST, Calibration, Sizer
+from hf_treespec.costs import CostModel
 from hf_treespec.knowledge import knowledge_of
 
 # -------------------------------------------------------------------- the cost model
@@ -57,28 +58,28 @@ def test_costs_survive_saving() -> None:
 @pytest.mark.parametrize("w, v", [(0.0, 1.0), (-1.5, 1.0), (0.5, 0.4)])
 def test_calibration_finds_the_true_chances(w: float, v: float) -> None:
     rng = np.random.default_rng(0)
-    calibration, ranks = Calibration(), np.zeros(1, np.int64)
+    calibration = Calibration()
     for _ in range(600):
         q = rng.uniform(0.05, 0.95, 1)
         truth = 1 / (1 + np.exp(-(w + v * np.log(q / (1 - q)))))
-        calibration.observe(q, ranks, rng.random(1) < truth)
+        calibration.observe([(float(q[0]), 0, bool(rng.random() < truth[0]))])
     q = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
     truth = 1 / (1 + np.exp(-(w + v * np.log(q / (1 - q)))))
-    np.testing.assert_allclose(calibration.chances(q, np.zeros(5, np.int64)), truth, atol=0.12)
+    np.testing.assert_allclose(calibration.chances(q.tolist(), [0] * 5), truth, atol=0.12)
 
 
 def test_calibration_learns_fast_that_a_boaster_is_always_wrong() -> None:
-    calibration, rank = Calibration(), np.zeros(1, np.int64)
+    calibration = Calibration()
     for _ in range(8):
-        calibration.observe(np.array([0.99]), rank, np.array([False]))
-    assert calibration.chances(np.array([0.99]), rank)[0] < 0.3
+        calibration.observe([(0.99, 0, False)])
+    assert calibration.chances([0.99], [0])[0] < 0.3
 
 
 def test_calibration_keeps_order_and_is_finite_at_the_ends() -> None:
     calibration = Calibration()
     for q, hit in ((0.0, True), (1.0, False)) * 40:
-        calibration.observe(np.array([q]), np.zeros(1, np.int64), np.array([hit]))
-    chances = calibration.chances(np.linspace(0, 1, 50), np.zeros(50, np.int64))
+        calibration.observe([(q, 0, hit)])
+    chances = calibration.chances(np.linspace(0, 1, 50).tolist(), [0] * 50)
     assert np.isfinite(chances).all() and (np.diff(chances) >= 0).all()
 
 

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 import hf_treespec
 from hf_treespec import Drafter, RoundRecord, TokenTree, drafter_names, fresh_tables, stream
-from hf_treespec.budget import CostModel, Sizer
+from hf_treespec.budget import Sizer
+from hf_treespec.costs import CostModel
 from hf_treespec.drafters import base
 from hf_treespec.knowledge import knowledge_of
 
