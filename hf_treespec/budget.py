@@ -1,6 +1,7 @@
 """What a tree costs here, what its nodes are worth, and when to decode plainly.
 
-    expected tokens of a round with n nodes        1 + S(n),   S(n) = sum of the n best calibrated path scores
+    expected tokens of a round with n nodes        1 + S(n),   S(n) = sum of the n best calibrated path scores, each
+                                                               drawn towards its mean over the last trees
     its price                                      T(1 + n)    rows of one target forward, host included
     what a second is worth                         ρ           tokens per second of the rounds so far
     chosen n                                       argmax  S(n) - ρ · (T(1 + n) - T(1));   0 decodes plainly
@@ -43,6 +44,9 @@ PATIENCE, IDLE_PERIOD = 4, 3
 # Drafters overrate unlikely paths more often than they underrate them: what they give half the price of a row, at most
 # this, is left out before it is drafted.
 MOST_MIN_SCORE = 0.05
+# Scores are estimates, and those of a tree that looks better (worse) than others are exaggerated: a k-th node counts for
+# so much of its own score, and for the rest what k-th nodes had in the trees before. This mean looks back so many trees.
+OWN_SHARE, TREE_HORIZON = 0.6, 32
 # The rate ρ looks back over so many tokens, of an earlier call over half as many. It begins with a quarter of plain ones.
 RATE_HORIZON = 64.0
 
@@ -124,6 +128,7 @@ class Sizer:
         rate: ρ, tokens per second.
         level_seconds: one forward of the drafter's own model; 0 for drafters without.
         usual: nodes that the last rounds verified, about; there is no use in drafting many more.
+        typical: calibrated scores of the best, second, ... node, means over the last trees; 0 where a tree had none.
         idle: drafts in a row of which nothing was worth a row. After a few, only some rounds draft.
     """
 
@@ -134,7 +139,9 @@ class Sizer:
     rate: float = 0.0
     level_seconds: float = 0.0
     usual: float = 4.0
+    typical: list[float] = dataclasses.field(default_factory=list)
     idle: int = 0
+    _trees: int = 0  # that `typical` is a mean over
     _skipped: int = 0
     _tried: bool = False
     _earned: float = 0.0  # by drafts in this call, in plain rounds
@@ -173,7 +180,7 @@ class Sizer:
         rate = self._rate(curve[1])
         return dataclasses.replace(
             limits,
-            max_nodes=min(limits.max_nodes, int(1.5 * self.usual) + 4),
+            max_nodes=min(limits.max_nodes, int(self.usual) + 4),
             max_depth=depth,
             min_gain=min(0.9, rate * self.level_seconds),
             min_score=min(MOST_MIN_SCORE, 0.5 * rate * (curve[2] - curve[1])),
@@ -184,10 +191,10 @@ class Sizer:
         if len(tree) == 1:
             return tree
         scores, order = self._weigh(tree)
+        self._remember([scores[node] for node in order[1:]])
         curve = self.costs.curve(len(tree), context).tolist()
-        rate, nodes, worth, best = self._rate(curve[1]), 0, 0.0, 0.0
-        for count in range(1, 1 + self._affordable(curve)):
-            worth += scores[order[count]]
+        rate, nodes, best = self._rate(curve[1]), 0, 0.0
+        for count, worth in enumerate(self._worth(scores, order)[: self._affordable(curve)], 1):
             gain = worth - rate * (curve[1 + count] - curve[1])
             if gain > best:
                 nodes, best = count, gain
@@ -199,7 +206,7 @@ class Sizer:
         scores, order = self._weigh(tree)
         curve = self.costs.curve(len(tree), context).tolist()
         return Sizing(
-            gain=[0.0, *accumulate(scores[node] for node in order[1:])],
+            gain=[0.0, *self._worth(scores, order)],
             seconds=curve[1:],
             rate=self._rate(curve[1]),
             affordable=self._affordable(curve),
@@ -210,6 +217,19 @@ class Sizer:
         """Calibrated path scores, and nodes by these: the root first, parents before children."""
         scores = self.calibrated(tree)
         return scores, sorted(range(len(scores)), key=lambda node: -scores[node])
+
+    def _remember(self, falling: list[float]) -> None:
+        """One tree more in `typical`: the scores of its nodes, the best first."""
+        self._trees = min(self._trees + 1, TREE_HORIZON)
+        self.typical += [0.0] * (len(falling) - len(self.typical))
+        falling = falling + [0.0] * (len(self.typical) - len(falling))
+        share = 1 / self._trees
+        self.typical = [old + share * (new - old) for old, new in zip(self.typical, falling, strict=True)]
+
+    def _worth(self, scores: list[float], order: list[int]) -> list[float]:
+        """S of 1, 2, ... nodes."""
+        means = zip(order[1:], self.typical, strict=False)  # typical trees may be larger
+        return list(accumulate(OWN_SHARE * scores[node] + (1 - OWN_SHARE) * mean for node, mean in means))
 
     def _affordable(self, curve: list[float]) -> int:
         """The most nodes that the account can pay; a size far beyond those measured is a guess, and not among them."""

