@@ -90,7 +90,7 @@ def test_calibration_keeps_order_and_is_finite_at_the_ends() -> None:
 def traces() -> dict[str, Trace]:
     """Texts whose next tokens the n-gram drafter guesses often, sometimes, and hardly ever."""
     root = Path(__file__).parent.parent
-    texts = {"code": (root / "hf_treespec" / "tree.py"), "licence": (root / "LICENSE")}
+    texts = {"code": (root / "hf_treespec" / "decoding.py"), "licence": (root / "LICENSE")}
     ids: dict[str, int] = {}
     found = {}
     for name, path in texts.items():
