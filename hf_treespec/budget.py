@@ -21,7 +21,7 @@ import dataclasses
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, repeat, zip_longest
 
 import numpy as np
 
@@ -221,15 +221,15 @@ class Sizer:
     def _remember(self, falling: list[float]) -> None:
         """One tree more in `typical`: the scores of its nodes, the best first."""
         self._trees = min(self._trees + 1, TREE_HORIZON)
-        self.typical += [0.0] * (len(falling) - len(self.typical))
-        falling = falling + [0.0] * (len(self.typical) - len(falling))
         share = 1 / self._trees
-        self.typical = [old + share * (new - old) for old, new in zip(self.typical, falling, strict=True)]
+        # made anew, not changed in place: calls of other threads read it
+        self.typical = [old + share * (new - old) for old, new in zip_longest(self.typical, falling, fillvalue=0.0)]
 
     def _worth(self, scores: list[float], order: list[int]) -> list[float]:
         """S of 1, 2, ... nodes."""
-        means = zip(order[1:], self.typical, strict=False)  # typical trees may be larger
-        return list(accumulate(OWN_SHARE * scores[node] + (1 - OWN_SHARE) * mean for node, mean in means))
+        means = chain(self.typical, repeat(0.0))
+        pairs = zip(order[1:], means, strict=False)
+        return list(accumulate(OWN_SHARE * scores[node] + (1 - OWN_SHARE) * mean for node, mean in pairs))
 
     def _affordable(self, curve: list[float]) -> int:
         """The most nodes that the account can pay; a size far beyond those measured is a guess, and not among them."""

@@ -182,6 +182,28 @@ def test_forwards_that_could_never_be_paid_are_not_tried_again(share: float, tri
     assert spent <= 0.03 * 256 * plain
 
 
+def test_scores_are_drawn_towards_those_of_the_trees_before() -> None:
+    """A tree that looks better than all before it is bigger than they were, but not as big as it asks for."""
+    sizer = Sizer(CostModel(), balance=30.0)
+    for rows in (1, 2, 4, 8, 16):
+        for _ in range(5):
+            sizer.costs.observe(rows, 0, 0.01 * (1 + 0.2 * (rows - 1)))
+
+    def promise(nodes: int, score: float) -> list[float]:
+        tree = TokenTree([0] * (nodes + 1), [-1] + [0] * nodes, [1.0] + [score] * nodes)
+        cut = sizer.cut(tree, 0)
+        return sizer.explain(tree, 0, len(cut) - 1).gain[1:]
+
+    for _ in range(40):
+        poor = promise(4, 0.1)
+    assert poor == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.02)  # nothing to be drawn to
+    good, mean = promise(6, 0.7), 0.1 + 0.6 / 32
+    own = np.arange(1, 7) * 0.7
+    drawn = 0.6 * own + 0.4 * np.cumsum([mean] * 4 + [0.7 / 32] * 2)
+    np.testing.assert_allclose(good, drawn, atol=0.02)
+    assert np.all(np.less(good, 0.75 * own))
+
+
 # -------------------------------------------------------------------- in the loop
 
 

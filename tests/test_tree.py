@@ -142,3 +142,18 @@ def test_config_says_what_differs() -> None:
     assert TreeSpecConfig().to_dict() == {}
     with pytest.raises(OptionError, match="max_depth='3'"):
         TreeSpecConfig(max_depth="3")  # type: ignore[arg-type]
+
+
+def test_depth_first_of_some_nodes_with_other_scores():
+    tree = TokenTree([1, 2, 3, 4, 5, 6], [-1, 0, 0, 1, 1, 2], [1.0, 0.3, 0.6, 0.1, 0.2, 0.5])
+    part = tree.depth_first({0, 1, 2, 4, 5}, [1.0, 0.4, 0.5, 0.1, 0.3, 0.2])
+    assert part.tokens[0].tolist() == [1, 3, 6, 2, 5]  # the best child first, by the tree's own scores
+    assert part.parents[0].tolist() == [-1, 0, 1, 0, 3]
+    assert part.scores[0].tolist() == pytest.approx([1.0, 0.5, 0.2, 0.4, 0.3])
+    assert part.ancestors[0].astype(int).tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 0, 0, 1, 0],
+        [1, 0, 0, 1, 1],
+    ]
