@@ -271,6 +271,7 @@ class Sizer:
         *,
         drafted: bool,
         forwards: int = 0,
+        reading: float = 0.0,
     ) -> None:
         """A round is over.
 
@@ -278,6 +279,8 @@ class Sizer:
             rows: of its forward. context: tokens cached before it. committed: tokens it gave.
             drafting: seconds spent in the drafter, which also listens in plain rounds. seconds: of the whole round.
             drafted: whether it was asked for a tree. forwards: of the drafter's own model.
+            reading: seconds besides these in which the drafter read the prompt. Once a call, so it is charged to the trust
+                in later calls and not to the account.
         """
         self.costs.observe(rows, context, seconds - drafting)
         curve = self.costs.curve(rows, context)
@@ -289,7 +292,7 @@ class Sizer:
             # an interruption of the machine is not the draft's fault: no more than the size's usual price and half
             price = min(seconds - drafting, 1.5 * float(curve[rows])) + drafting
             earned = committed - price / plain
-        self._earned += earned
+        self._earned += earned - reading / plain
         self.balance += earned
         # only gains are saved beyond the first balance
         interest = self.trust * INTEREST * committed if self.balance < FIRST_BALANCE else 0.0

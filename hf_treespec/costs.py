@@ -91,14 +91,15 @@ class CostModel:
     def _doubt(self, rows: list[int], medians: list[float]) -> list[float]:
         """A size seen once or twice, maybe interrupted, must look cheap enough to be seen again.
 
-        It counts as half as dear again as one row at most, or as what the sizes that are known well lead to expect.
+        It counts as a third dearer than one row at most, or as what the sizes that are known well lead to expect. (With
+        half as dear again, a text with few sure guesses never saw it again.)
         """
         known = [(n, m) for n, m in zip(rows, medians, strict=True) if len(self._samples[n]) >= 3]
         first, last = (known[0], known[-1]) if known else ((1, 0.0), (1, 0.0))
         slope = (last[1] - first[1]) / max(1, last[0] - first[0])
         doubted = []
         for n, median in zip(rows, medians, strict=True):
-            believable = max(1.5 * medians[0] * (1 + PRIOR_SLOPE * (n - rows[0])), last[1] + slope * (n - last[0]))
+            believable = max(1.35 * medians[0] * (1 + PRIOR_SLOPE * (n - rows[0])), last[1] + slope * (n - last[0]))
             doubted.append(min(median, believable) if len(self._samples[n]) < 3 else median)
         return doubted
 

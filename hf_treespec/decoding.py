@@ -73,6 +73,7 @@ class Decoding:
         self.stats = DecodeStats(drafter=self.drafter.name)
         self.result: Any = None
         self.finished = False
+        self.prompt_read = False  # by the drafter's own model, if it has one
         self.detail = False  # set by `stream`
         self.sampled = bool(call.generation_config.do_sample)
         self.sizer: Sizer | None = None
@@ -141,6 +142,10 @@ class Decoding:
         if budget.max_nodes == 0 or budget.max_depth == 0:
             return TokenTree.root_only(self.text.last_token)
         context = DraftContext(self.text.ids, [self.text.last_token], self.noise, self.limit - self.text.length)
+        if not self.prompt_read:
+            self.prompt_read = True
+            with watch.part("read"):
+                self.drafter.read_prompt()
         with watch.part("draft"):
             tree = self.drafter.draft(context, budget)
         _check_drafted(self.drafter, tree, self.text.last_token, self.vocabulary)
@@ -202,10 +207,10 @@ class Decoding:
         )
         self.stats.records.append(record)
         if self.sizer is not None and record.index > 0:
-            self._learn(record, self.sizer)
+            self._learn(record, watch.reading, self.sizer)
         return record
 
-    def _learn(self, record: RoundRecord, sizer: Sizer) -> None:
+    def _learn(self, record: RoundRecord, reading: float, sizer: Sizer) -> None:
         """What the sizer takes from a round: its price, and which guesses came true."""
         drafted = len(self.drafted) > 1
         if drafted:
@@ -214,8 +219,9 @@ class Decoding:
             rows=len(record.tokens),
             context=self.cache.filled - len(record.path),
             committed=len(record.committed),
-            drafting=record.seconds["draft"],
-            seconds=sum(record.seconds.values()),
+            drafting=record.seconds["draft"] - reading,
+            seconds=sum(record.seconds.values()) - reading,
+            reading=reading,
             drafted=drafted,
             forwards=self.drafter.forwards if drafted else 0,
         )

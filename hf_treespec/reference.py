@@ -121,7 +121,11 @@ class _Watched(Drafter):
         return fresh
 
     def start(self, prompt: Prompt) -> None:
-        self._forbid_drawing("start", prompt.ids.device, lambda: self.inner.start(prompt))
+        self._device = prompt.ids.device
+        self._forbid_drawing("start", self._device, lambda: self.inner.start(prompt))
+
+    def read_prompt(self) -> None:
+        self._forbid_drawing("read_prompt", self._device, self.inner.read_prompt)
 
     def observe(self, commit: Commit) -> None:
         self.inner.observe(commit)

@@ -36,13 +36,13 @@ class Translation:
 
     Args:
         tokenizer, assistant_tokenizer: fast tokenizers of the target and of the assistant.
-        ids: the prompt in the target's tokens, padding left out.
+        ids: what the text begins with, in the target's tokens, padding left out.
 
     Attributes:
         ids: the text so far in the assistant's tokens. Its end may be other than what it was: "un" becomes "unbe".
     """
 
-    def __init__(self, tokenizer: Any, assistant_tokenizer: Any, ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, assistant_tokenizer: Any, ids: Sequence[int] = ()) -> None:
         self._target, self._assistant = _Codec(tokenizer), _Codec(assistant_tokenizer)
         self._committed: list[int] = []  # the target's tokens since the last special one
         self._pending = 0  # the last ones of these, which are not whole characters yet

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 import hf_treespec
 from hf_treespec import Budget, Datastore, DraftContext, Drafter, ScriptedDrafter, TokenTree
 from hf_treespec.datastore import build as build_datastore
+from hf_treespec.decoding import Decoding
 
 VOCAB = 61
 COMMON = {"vocab_size": VOCAB, "initializer_range": 0.5, "bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
@@ -95,6 +96,19 @@ def one_thread() -> Iterator[None]:
     hf_treespec.enable()
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def plain_until(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Called with a length: rounds draft nothing, and ask no drafter, until the text has so many tokens."""
+
+    def patch(length: int) -> None:
+        limits = Decoding._limits
+        monkeypatch.setattr(
+            Decoding, "_limits", lambda self: limits(self) if self.text.length >= length else Budget(0, 0, 1)
+        )
+
+    return patch
 
 
 def prompt(length: int = 12, seed: int = 0) -> torch.Tensor:

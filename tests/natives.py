@@ -180,12 +180,19 @@ def states_of(target: PreTrainedModel, ids: list[int]) -> tuple[torch.Tensor, ..
 
 
 def begun(
-    drafter: Drafter, target: PreTrainedModel, ids: list[int], do_sample: bool = False, extra: Any = None
+    drafter: Drafter,
+    target: PreTrainedModel,
+    ids: list[int],
+    do_sample: bool = False,
+    extra: Any = None,
+    *,
+    read: bool = True,
 ) -> Drafter:
     """`drafter` at the start of a call: the prompt is `ids` without the last token, which is the first new one.
 
     Args:
         extra: fields of `Prompt` besides.
+        read: whether the drafter has read the prompt, as before its first draft.
     """
     fresh = drafter.for_call()
     tree = TokenTree.root_only(ids[-2])
@@ -195,6 +202,8 @@ def begun(
     )
     fresh.start(prompt)
     fresh.observe(Commit([[ids[-1]]], [[0]], [ids[-1]], verified))
+    if read:
+        fresh.read_prompt()
     return fresh
 
 
@@ -242,6 +251,12 @@ def assert_scores(tree: TokenTree, chances: Callable[[list[int]], torch.Tensor])
     assert len(tree) > 3 and tree.sibling_ranks.max() > 0  # or nothing was compared
 
 
+def update(fields: dict[str, Any], now: dict[str, Any]) -> None:
+    """What the loop keeps up to date in the prompt's `fields`."""
+    for name, value in now.items():
+        vars(fields[name]).update(vars(value))
+
+
 def rounds(
     template: Drafter,
     target: PreTrainedModel,
@@ -252,15 +267,20 @@ def rounds(
 ) -> list[int]:
     """Four rounds that accept `accept` tokens of some path; after each the draft must be that of a fresh drafter.
 
-    In the third nothing is drafted, as where a budget is spent.
+    Before them three rounds are plain, so that the prompt is read late. In the third nothing is drafted, as where a
+    budget is spent.
 
     Returns:
         How many tokens were accepted in each.
     """
     noise = NoiseWindow((1, VOCAB), torch.device("cpu")) if do_sample else None
     ids = torch.cat([prompt(9), prompt(6)], 1)[0].tolist()
-    fields = extra(ids)
-    kept = begun(template, target, ids, do_sample, fields)
+    fields = extra(ids[:-3])
+    kept = begun(template, target, ids[:-3], do_sample, fields, read=False)
+    for end in range(len(ids) - 3, len(ids)):
+        kept.observe(committed(target, ids[:end], TokenTree.root_only(ids[end - 1]), [0], ids[end]))
+    update(fields, extra(ids))
+    kept.read_prompt()
     accepted = []
     for number in range(5):
         if number == 2:
@@ -274,7 +294,6 @@ def rounds(
         bonus = 2 + (7 * number + len(ids)) % 50
         kept.observe(committed(target, ids, tree, path, bonus))
         ids = [*ids, *tree.tokens[0, path[1:]].tolist(), bonus]
-        for name, value in extra(ids).items():  # what the loop keeps up to date
-            vars(fields[name]).update(vars(value))
+        update(fields, extra(ids))
         accepted.append(len(path) - 1)
     return accepted

@@ -12,7 +12,7 @@ import torch
 from conftest import adversary, around, build, prompt
 from transformers import PreTrainedModel
 
-from hf_treespec import Budget, NgramDrafter, TokenTree
+from hf_treespec import Budget, Drafter, NgramDrafter, TokenTree
 from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
 from hf_treespec.budget import FIRST_DEPTH, LEAST_TRUST, Calibration, Sizer
 from hf_treespec.costs import CostModel
@@ -160,6 +160,44 @@ def test_a_drafter_that_keeps_losing_is_tried_less_and_less() -> None:
     assert seconds < 0.5 * plain
     sizer.begin()
     assert sizer.trust == 1.0
+
+
+def test_what_a_drafter_reads_of_the_prompt_is_charged_to_trust_alone() -> None:
+    """A level is not thought dear and the account not spent; but where drafts never earn it back, they are trusted less."""
+    sizers = {reading: Sizer(CostModel()) for reading in (0.0, 0.5)}
+    for reading, sizer in sizers.items():
+        sizer.begin()
+        for _ in range(3):
+            sizer.account(1, 100, 1, 0.0, 0.02, drafted=False)
+        sizer.account(3, 100, 2, 0.002, 0.032, drafted=True, forwards=1, reading=reading)
+    without, with_reading = sizers.values()
+    assert with_reading.level_seconds == without.level_seconds == 0.002
+    assert (with_reading.balance, with_reading.rate) == (without.balance, without.rate)
+    assert with_reading.costs.curve(3, 100).tolist() == without.costs.curve(3, 100).tolist()
+    for sizer in sizers.values():
+        sizer.begin()
+    assert (without.trust, with_reading.trust) == (1.0, 0.5)
+
+
+def test_reading_is_told_from_drafting(monkeypatch: Any) -> None:
+    """In the loop: it is part of what the drafter took, and no part of what a draft is thought to cost."""
+
+    class Reader(Drafter):
+        name = "reader"
+
+        def read_prompt(self) -> None:
+            time.sleep(0.2)
+
+        def draft(self, context: Any, budget: Budget) -> TokenTree:
+            self.forwards = 1
+            return TokenTree.chain(context.last_token, [5])
+
+    model = build("llama")
+    arguments: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    out = model.generate(prompt(), tree_spec=Reader(), return_dict_in_generate=True, **arguments)
+    assert max(record.seconds["draft"] for record in out.tree_spec.records) >= 0.2
+    sizer = knowledge_of(model, "reader", False)
+    assert 0 < sizer.level_seconds < 0.1 and sizer.trust == 0.5
 
 
 @pytest.mark.parametrize("share, tries", [(0.9, 1), (0.2, 20)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,13 @@ from hf_treespec.verify import Verified
 BUDGET = Budget(max_nodes=24, max_depth=6, max_children=3)
 
 
-def started(drafter: Drafter, ids: list[int], model: Any = None, do_sample: bool = False) -> Drafter:
+def plain_round(root: int, token: int) -> Commit:
+    return Commit([[token]], [[0]], [token], Verified(TokenTree.root_only(root), torch.zeros(1, 1, 61)))
+
+
+def started(
+    drafter: Drafter, ids: list[int], model: Any = None, do_sample: bool = False, *, read: bool = True
+) -> Drafter:
     """`drafter` at the start of a call on the text `ids`, whose last token is the root."""
     fresh = drafter.for_call()
     logits = torch.zeros(1, 1, 61)
@@ -49,6 +56,8 @@ def started(drafter: Drafter, ids: list[int], model: Any = None, do_sample: bool
     text = torch.tensor([ids[:-1]])
     fresh.start(Prompt(model, text, None, do_sample, LogitsProcessorList(), None, 64, verified))
     fresh.observe(Commit([[ids[-1]]], [[0]], [ids[-1]], verified))
+    if read:
+        fresh.read_prompt()
     return fresh
 
 
@@ -226,7 +235,10 @@ def test_draft_after_acceptance_equals_a_fresh_drafters(
     template: Drafter = NgramDrafter() if kind == "ngram" else ModelDrafter(assistant, wave=3, min_gain=0.0)
     noise = NoiseWindow((1, 61), torch.device("cpu")) if do_sample else None
     ids = torch.cat([prompt(9), prompt(6)], 1)[0].tolist()
-    kept = started(template, ids, assistant, do_sample)
+    kept = started(template, ids[:-3], assistant, do_sample, read=False)
+    for end in range(len(ids) - 3, len(ids)):  # rounds in which it is not asked
+        kept.observe(plain_round(ids[end - 1], ids[end]))
+    kept.read_prompt()
     for round_number in range(4):
         tree = drafted(kept, ids, noise=noise)
         fresh = started(template, ids, assistant, do_sample)
@@ -244,6 +256,23 @@ def test_draft_after_acceptance_equals_a_fresh_drafters(
         tokens = [*tree.tokens[0, path[1:]].tolist(), bonus]
         kept.observe(Commit([tokens], [path], [bonus], Verified(tree, torch.zeros(1, len(tree), 61))))
         ids += tokens
+
+
+def test_a_padded_prompt_is_read_late_as_one_without_padding(assistant: PreTrainedModel) -> None:
+    ids = prompt(12)[0].tolist()
+    expected = drafted(started(ModelDrafter(assistant, min_gain=0.0), ids, assistant), ids)
+    drafter, text = ModelDrafter(assistant, min_gain=0.0).for_call(), torch.tensor([[0] * 4 + ids[:8]])
+    mask = torch.tensor([[0] * 4 + [1] * 8])
+    verified = Verified(TokenTree.root_only(ids[7]), torch.zeros(1, 1, 61))
+    drafter.start(Prompt(assistant, text, mask, False, LogitsProcessorList(), None, 64, verified))
+    for root, token in itertools.pairwise(ids[7:]):
+        drafter.observe(plain_round(root, token))
+    drafter.read_prompt()
+    tree = drafted(drafter, [0] * 4 + ids)
+    assert paths(tree) == paths(expected)
+    torch.testing.assert_close(
+        torch.from_numpy(np.sort(tree.scores[0])), torch.from_numpy(np.sort(expected.scores[0])), atol=1e-4, rtol=0
+    )
 
 
 def test_model_drafts_are_the_assistants_own_likeliest_paths(assistant: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -304,8 +305,13 @@ def test_the_text_is_plain_decodings(layout: str, deep: PreTrainedModel, tmp_pat
     )
 
 
-def test_a_long_stretch_of_plain_decoding_is_read_too(deep: PreTrainedModel, tmp_path: Path) -> None:
-    """More unread pairs than one chain takes, after rounds in which nothing was drafted."""
+@pytest.mark.parametrize("prompt_is_read", [True, False])
+def test_a_long_stretch_of_plain_decoding_is_read_too(
+    prompt_is_read: bool, deep: PreTrainedModel, tmp_path: Path, plain_until: Callable[[int], None]
+) -> None:
+    """More unread pairs than one chain takes, after rounds in which nothing was drafted, or nobody was asked."""
+    if not prompt_is_read:
+        plain_until(80)
     folder, config, tensors = write(tmp_path, "specforge")
     drafter = hf_treespec.load_drafter(folder, target=deep, wave=2, min_gain=0.0)
     text = plain(deep, prompt(5), 90)
@@ -436,7 +442,7 @@ def test_both_conventions_of_counting_layers_are_probed(layout: str, deep: PreTr
     other = {"modelopt": (0, 2, 4), "speculators": (2, 4, 6)}[layout]
     assert drafter.taps == told
     ids = prompt(20, seed=4)
-    deep.generate(ids, max_new_tokens=4, do_sample=False, tree_spec=drafter)
+    deep.generate(ids, max_new_tokens=4, do_sample=False, tree_spec={"drafter": drafter, "fallback": False})
 
     def explained(taps: tuple[int, ...]) -> float:
         slow, text = Slow(config, tensors, deep, taps), ids[0].tolist()

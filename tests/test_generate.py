@@ -14,7 +14,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerFast,
 from transformers.generation.streamers import BaseStreamer
 
 import hf_treespec
-from hf_treespec import Drafter, ScriptedDrafter, TokenTree, _compat, stream
+from hf_treespec import Budget, Commit, DraftContext, Drafter, ScriptedDrafter, TokenTree, _compat, stream
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 20}
 
@@ -281,7 +281,7 @@ def _explode(*args: Any) -> Any:
     raise _Boom
 
 
-@pytest.mark.parametrize("where", ["draft", "start", "observe", "processor", "criterion", "streamer"])
+@pytest.mark.parametrize("where", ["draft", "start", "observe", "read_prompt", "processor", "criterion", "streamer"])
 def test_an_exception_leaves_everything_usable(where: str) -> None:
     model = build("llama")
     expected = model.generate(prompt(), **GREEDY)
@@ -297,7 +297,7 @@ def test_an_exception_leaves_everything_usable(where: str) -> None:
         return args[1] if len(args) > 1 else torch.tensor([False])
 
     calls: list[int] = []
-    if where in ("draft", "start", "observe"):
+    if where in ("draft", "start", "observe", "read_prompt"):
         methods = {"draft": lambda self, c, b: TokenTree.root_only(c.last_token), where: _explode}
         drafter = type("Bad", (Drafter,), methods)()
     elif where == "processor":
@@ -426,6 +426,34 @@ def test_hidden_states_reach_drafters_that_ask(llama: PreTrainedModel) -> None:
         assert commit.verified.hidden_states[1].shape == (1, len(commit.verified.tree), 32)
     first = drafter.commits[0].verified.hidden_states
     assert first is not None and first[1].shape == (1, 12, 32)  # the whole prompt's
+
+
+def test_the_prompt_is_read_before_the_first_draft_and_only_then(llama: PreTrainedModel, plain_until: Any) -> None:
+    """A call in which nothing is drafted does not pay for a drafting model's forward over the prompt."""
+    said: list[str] = []
+
+    class Reader(Drafter):
+        def read_prompt(self) -> None:
+            said.append("read")
+
+        def observe(self, commit: Commit) -> None:
+            said.append("observe")
+
+        def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
+            said.append("draft")
+            return TokenTree.root_only(context.last_token)
+
+    spec = {"drafter": Reader(), "fallback": False}
+    llama.generate(prompt(), max_new_tokens=5, do_sample=False, tree_spec=spec)
+    assert said == ["observe", "read", "draft", "observe", "draft", "observe", "draft", "observe"]
+    plain_until(15)
+    said.clear()
+    llama.generate(prompt(), max_new_tokens=5, do_sample=False, tree_spec=spec)
+    assert said == ["observe"] * 3 + ["read", "draft", "observe"]
+    plain_until(100)
+    said.clear()
+    llama.generate(prompt(), max_new_tokens=5, do_sample=False, tree_spec=spec)
+    assert said == ["observe"] * 4
 
 
 def test_streamers_end_when_a_call_is_refused_late(llama: PreTrainedModel) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -304,7 +305,12 @@ def test_the_text_is_plain_decodings_with_a_prefix_layer(layout: str, llama: Pre
         assert torch.equal(text, out)
 
 
-def test_rounds_without_a_draft_are_read_too(llama: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("prompt_is_read", [True, False])
+def test_rounds_without_a_draft_are_read_too(
+    prompt_is_read: bool, llama: PreTrainedModel, tmp_path: Path, plain_until: Callable[[int], None]
+) -> None:
+    if not prompt_is_read:
+        plain_until(40)
     folder, tensors = write(tmp_path, "prefix")
     inner = hf_treespec.load_drafter(folder, target=llama)
 

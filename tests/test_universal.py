@@ -349,11 +349,13 @@ def test_draft_after_acceptance_equals_a_fresh_drafters(target: str, assistant: 
     vocabulary = len(tokenizer(target))
     budget = Budget(max_nodes=20, max_depth=5, max_children=3)
 
-    def started(ids: list[int]) -> UniversalDrafter:
+    def started(ids: list[int], *, read: bool = True) -> UniversalDrafter:
         drafter = UniversalDrafter(small, min_gain=0.0, **pair(target, assistant)).for_call()
         verified = Verified(TokenTree.root_only(ids[-2]), torch.zeros(1, 1, vocabulary))
         drafter.start(Prompt(small, torch.tensor([ids[:-1]]), None, False, LogitsProcessorList(), None, 64, verified))
         drafter.observe(Commit([[ids[-1]]], [[0]], [ids[-1]], verified))
+        if read:
+            drafter.read_prompt()
         assert isinstance(drafter, UniversalDrafter)
         return drafter
 
@@ -362,7 +364,11 @@ def test_draft_after_acceptance_equals_a_fresh_drafters(target: str, assistant: 
         return sorted((tuple(tree.tokens[0, tree.path(n)].tolist()), round(float(tree.scores[0, n]), 4)) for n in nodes)
 
     ids = lesson[:15]
-    kept = started(ids)
+    kept = started(ids[:-3], read=False)
+    for end in range(len(ids) - 3, len(ids)):  # rounds in which it is not asked
+        root = Verified(TokenTree.root_only(ids[end - 1]), torch.zeros(1, 1, vocabulary))
+        kept.observe(Commit([[ids[end]]], [[0]], [ids[end]], root))
+    kept.read_prompt()
     for round_number in range(12):
         context = DraftContext(torch.tensor([ids]), [ids[-1]], None, 100)
         tree, fresh = kept.draft(context, budget), started(ids)

@@ -34,6 +34,7 @@ def record(text: Sequence[int], start: int, drafter: Drafter, budget: Budget) ->
     nothing = Verified(TokenTree.root_only(int(text[start - 1])), torch.zeros(1, 1, 1))
     ids = torch.tensor([list(text[:start])])
     own.start(Prompt(None, ids, None, False, LogitsProcessorList(), None, budget.max_nodes, nothing))
+    own.read_prompt()
     trees = []
     for token in text[start:]:
         own.observe(Commit([[token]], [[0]], [token], nothing))

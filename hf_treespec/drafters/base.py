@@ -163,8 +163,15 @@ class Drafter(abc.ABC):
     def start(self, prompt: Prompt) -> None:  # noqa: B027 - optional hook
         """Called once a call, after the prompt's forward. Raise `DrafterError` if the target does not fit."""
 
+    def read_prompt(self) -> None:  # noqa: B027 - optional hook
+        """Called once a call, right before the first `draft`, and never in a call in which nothing is drafted.
+
+        The place for a model of one's own to read the text so far: the loop tells its price from that of drafting.
+        """
+
     def observe(self, commit: Commit) -> None:  # noqa: B027 - optional hook
-        """Called after every round, the prompt's (which commits the first token) included."""
+        """Called after every round, the prompt's (which commits the first token) included. Also in plain rounds, so keep
+        it cheap: put aside what the next draft will need, and compute it there."""
 
     def for_call(self) -> Drafter:
         """The drafter of one call: a shallow copy, so that `start` may set its own attributes."""

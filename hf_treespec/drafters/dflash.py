@@ -28,7 +28,7 @@ from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt, register_drafter
 from .checkpoint import Checkpoint, Format, pretrained, register_format
 from .growth import draft_warpers, log_q
-from .head import HeadDrafter, Pairs, check_target
+from .head import HeadDrafter, check_target
 from .positions import best_first
 
 
@@ -64,8 +64,6 @@ class DFlashDrafter(HeadDrafter):
     def start(self, prompt: Prompt) -> None:
         check_fits(self.model, prompt.target)
         super().start(prompt)
-
-    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
         config = self.model.config
         self._embed = _bare_embedding(prompt.target)
         self._head: Any = prompt.target.get_output_embeddings()
@@ -74,7 +72,6 @@ class DFlashDrafter(HeadDrafter):
         self._cache = _compat.dflash_cache()(config=config)
         self._cache.activate_past_recording()  # so that a block can be dropped from layers with a window
         self._limit = _compat.rope_boundary(config)[0]
-        self._unread = pairs
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         self.forwards = 0

@@ -105,14 +105,16 @@ class EagleDrafter(HeadDrafter):
         self._target = prompt.target
         own_ids = self.head.vocabulary is None
         self._warpers: LogitsProcessorList = draft_warpers(prompt, by_token=own_ids)
+        self._spare = 8 * prompt.max_nodes
         super().start(prompt)
 
-    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
-        self._columns = self._choose_taps(pairs)
-        self._cache = TreeCache(DynamicCache(config=self.head.config), spare=len(pairs.tokens) + 8 * prompt.max_nodes)
-        before = torch.tensor([[pairs.position - 1]], device=self.head.device)
+    def read_prompt(self) -> None:
+        text, self._pairs = self._unread.split()
+        self._columns = self._choose_taps(text)
+        self._cache = TreeCache(DynamicCache(config=self.head.config), spare=len(text.tokens) + self._spare)
+        before = torch.tensor([[text.position - 1]], device=self.head.device)
         self._verifier = Verifier(self.head, self._cache, before)
-        self._read(pairs)
+        self._read(text)
 
     def _choose_taps(self, pairs: Pairs) -> tuple[int, ...]:
         """Which of the known states this head reads: the convention under which it explains the prompt better."""
@@ -194,8 +196,8 @@ class EagleDrafter(HeadDrafter):
         self.forwards = 0
         pairs = self._take_unread()
         if len(pairs.tokens) > CHAIN:
-            self._read(Pairs(pairs.states[:-1], pairs.tokens[:-1], pairs.position))
-            pairs = Pairs(pairs.states[-1:], pairs.tokens[-1:], pairs.position)
+            text, pairs = pairs.split()
+            self._read(text)
         growth = Growth(context, budget, wave=self.wave, min_gain=self.min_gain, vocabulary=self.head.vocabulary)
         slots = Slots(growth, pairs.tokens)
         known = self._states(pairs)  # by slot, what its children are paired with; before the first forward, its own

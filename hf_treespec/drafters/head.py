@@ -43,9 +43,17 @@ class Pairs:
     tokens: list[int]
     position: int
 
-    def last(self) -> Pairs:
-        """The last of them alone."""
-        return Pairs(self.states[-1:], self.tokens[-1:], self.position + max(0, len(self.tokens) - 1))
+    def none(self, more: int = 0) -> Pairs:
+        """No pairs, where they end, or `more` pairs later. Keeps none of the states alive."""
+        return Pairs(self.states.new_empty((0, self.states.shape[1])), [], self.position + len(self.tokens) + more)
+
+    def split(self) -> tuple[Pairs, Pairs]:
+        """All but the last, and the last."""
+        before = max(0, len(self.tokens) - 1)
+        return (
+            Pairs(self.states[:before], self.tokens[:before], self.position),
+            Pairs(self.states[before:], self.tokens[before:], self.position + before),
+        )
 
 
 def taps(verified: Verified, layers: Sequence[int]) -> torch.Tensor:
@@ -83,12 +91,39 @@ def prompt_pairs(prompt: Prompt, layers: Sequence[int]) -> Pairs:
     return Pairs(states, tokens.tolist(), max(0, length - 1 - len(states)))
 
 
-def commit_pairs(commit: Commit, layers: Sequence[int]) -> Pairs:
-    """The pairs that a round adds: one for each token that it committed. Their position is the caller's to know."""
-    states = taps(commit.verified, layers)
-    first = len(states) - len(commit.verified.tree)  # the prompt's forward is a tree of its last token
-    index = torch.tensor(commit.path[0], device=states.device) + first
-    return Pairs(states[index], list(commit.tokens[0]), -1)
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """What a round adds, before pairs are made of it.
+
+    Attributes:
+        states: for each tap (1, N, h), the round's nodes.
+        path: for each token the node whose state it is paired with.
+        tokens: those that were committed.
+    """
+
+    states: list[torch.Tensor]
+    path: list[int]
+    tokens: list[int]
+
+    @classmethod
+    def of(cls, commit: Commit, layers: Sequence[int]) -> _Round:
+        assert commit.verified.hidden_states is not None, "the loop gives states to drafters with `hidden_layers`"
+        states, nodes = [commit.verified.hidden_states[layer] for layer in layers], len(commit.verified.tree)
+        if states[0].shape[1] > nodes:  # the prompt's forward is a tree of its last token; the rest is not kept alive
+            states = [state[:, -nodes:].clone() for state in states]
+        return cls(states, commit.path[0], commit.tokens[0])
+
+
+def _joined(rounds: Sequence[_Round]) -> torch.Tensor:
+    """(n, k·h): the states of all tokens of these rounds."""
+    index: list[int] = []
+    nodes = 0
+    for each in rounds:
+        index += [nodes + node for node in each.path]
+        nodes += each.states[0].shape[1]
+    taps = [torch.cat(tap, dim=1)[0] for tap in zip(*(each.states for each in rounds), strict=True)]
+    states = torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)
+    return states[torch.tensor(index, device=states.device)]
 
 
 def check_target(
@@ -164,29 +199,44 @@ def device_of(layer: torch.nn.Module, target: PreTrainedModel) -> torch.device:
 
 
 class HeadDrafter(Drafter):
-    """A drafter that reads pairs. Subclasses set `hidden_layers`, and read `_unread` in `draft`.
+    """A drafter that reads pairs. Subclasses set `hidden_layers`, and read `_take_unread` in `draft`.
 
     Attributes:
-        _unread: the pairs that were committed since the last draft; the last pair's token is the root.
+        reads_all: whether it reads every pair, or only the last one.
     """
 
     needs = "a trained head"
+    reads_all: bool = True
 
     def start(self, prompt: Prompt) -> None:
         pairs = prompt_pairs(prompt, self.hidden_layers)
-        self._unread = Pairs(pairs.states[:0], [], pairs.position + len(pairs.tokens))
-        self._read_prompt(prompt, pairs)
-
-    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
-        """What the head does with the pairs of the prompt; nothing by default."""
+        self._pairs = pairs if self.reads_all else pairs.none()
+        self._rounds: list[_Round] = []  # those after `_pairs`
 
     def observe(self, commit: Commit) -> None:
-        more = commit_pairs(commit, self.hidden_layers)
-        states = torch.cat([self._unread.states.to(more.states.device), more.states])
-        self._unread = Pairs(states, self._unread.tokens + more.tokens, self._unread.position)
+        """Puts the round aside. Pairs are made of many rounds at once, when somebody drafts: of one they cost as much."""
+        if not self.reads_all:
+            count = sum(len(each.tokens) for each in self._rounds)
+            if self._pairs.tokens or count:
+                self._pairs = self._pairs.none(count)
+                self._rounds = []
+        self._rounds.append(_Round.of(commit, self.hidden_layers))
+
+    @property
+    def _unread(self) -> Pairs:
+        """The pairs that were committed since the last draft, at first with those of the prompt; the last pair's token is
+        the root."""
+        if self._rounds:
+            tokens = [token for each in self._rounds for token in each.tokens]
+            states = _joined(self._rounds)
+            if self._pairs.tokens:
+                states = torch.cat([self._pairs.states.to(states.device), states])
+            self._pairs = Pairs(states, self._pairs.tokens + tokens, self._pairs.position)
+            self._rounds = []
+        return self._pairs
 
     def _take_unread(self) -> Pairs:
         """The unread pairs, which are read with this."""
         pairs = self._unread
-        self._unread = Pairs(pairs.states[:0], [], pairs.position + len(pairs.tokens))
+        self._pairs = pairs.none()
         return pairs

@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaModel, PreTrainedModel
 from .. import _compat
 from ..errors import DrafterError
 from ..tree import TokenTree
-from .base import Budget, Commit, DraftContext, Prompt, register_drafter
+from .base import Budget, DraftContext, Prompt, register_drafter
 from .growth import Growth, check_growth, draft_warpers, log_q
 from .head import HeadDrafter, Pairs, check_target, device_of, place_beside
 from .positions import FixedTree, best_first
@@ -124,6 +124,7 @@ class HydraDrafter(HeadDrafter):
             )
         check_growth(wave, min_gain)
         self.heads, self.wave, self.min_gain, self.hidden_layers = heads.eval(), wave, min_gain, (state,)
+        self.reads_all = heads.prefix_embeding_layer is not None
         self.tree = None if tree is None else FixedTree(tree, len(heads))
 
     def check(self, what: str, target: PreTrainedModel) -> None:
@@ -143,14 +144,9 @@ class HydraDrafter(HeadDrafter):
         self._cache = None if prefix is None else DynamicCache(config=prefix.config)
         super().start(prompt)
 
-    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
-        if self._cache is not None and pairs.tokens:
-            self._read(pairs)
-
-    def observe(self, commit: Commit) -> None:
-        super().observe(commit)
-        if self._cache is None:
-            self._unread = self._unread.last()
+    def read_prompt(self) -> None:
+        if self._cache is not None:
+            self._read(self._take_unread())
 
     @torch.no_grad()
     def _read(self, pairs: Pairs) -> None:

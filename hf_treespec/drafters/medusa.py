@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from ..errors import CheckpointError, DrafterError
 from ..tree import TokenTree
-from .base import Budget, Commit, DraftContext, Prompt, register_drafter
+from .base import Budget, DraftContext, Prompt, register_drafter
 from .checkpoint import Checkpoint, Format, compare, fill, register_format
 from .growth import draft_warpers, log_q
 from .head import HeadDrafter, check_target, output_layer, place_beside
@@ -87,6 +87,7 @@ class MedusaDrafter(HeadDrafter):
     """
 
     hidden_layers = (-1,)
+    reads_all = False
 
     def __init__(self, heads: MedusaHeads | None = None, tree: Any = None) -> None:
         if heads is None:
@@ -104,13 +105,9 @@ class MedusaDrafter(HeadDrafter):
         self._warpers = draft_warpers(prompt)
         super().start(prompt)
 
-    def observe(self, commit: Commit) -> None:
-        super().observe(commit)
-        self._unread = self._unread.last()
-
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
         self.forwards = 1
-        state = self._unread.states[-1].to(self._device)
+        state = self._take_unread().states[-1].to(self._device)
         with torch.no_grad():
             logits = self.heads(state, self._output, min(len(self.heads), budget.max_depth))
             scores = log_q(logits, self._warpers, self._vocabulary)

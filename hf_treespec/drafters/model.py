@@ -61,8 +61,7 @@ class ModelDrafter(Drafter):
             )
         self._begin(model, prompt)
         self._target_vocabulary = prompt.verified.logits.shape[-1]
-        if prompt.ids.shape[1] < self._positions:
-            self._prefill(prompt.ids, prompt.attention_mask)
+        self._prompt = prompt.ids, prompt.attention_mask
 
     def _begin(self, model: PreTrainedModel, prompt: Prompt) -> None:
         """Everything of a call but its text."""
@@ -74,6 +73,16 @@ class ModelDrafter(Drafter):
         self._unread: list[int] = []  # committed tokens that the model has not read, the root last
         self._tree = TokenTree.root_only(0)  # the last tree, before the loop cut it
         self._slots: dict[int, int] = {}  # its expanded nodes -> their slots behind the committed prefix
+
+    def read_prompt(self) -> None:
+        ids, mask = self._prompt
+        later = torch.tensor([self._unread[:-1]], dtype=ids.dtype, device=ids.device)
+        self._unread = self._unread[-1:]
+        if mask is not None:
+            mask = torch.cat([mask[:, -ids.shape[1] :], torch.ones_like(later, dtype=mask.dtype)], 1)
+        ids = torch.cat([ids, later], 1)
+        if ids.shape[1] < self._positions:
+            self._prefill(ids, mask)
 
     def _prefill(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Reads (1, T) tokens; `mask` (1, >= T) has 0 at padding."""

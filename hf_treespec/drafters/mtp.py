@@ -36,7 +36,7 @@ from ..tree import TokenTree
 from ..verify import Verifier
 from .base import Budget, Commit, DraftContext, Prompt, register_drafter
 from .growth import Growth, Slots, check_growth, draft_warpers, log_q
-from .head import HeadDrafter, Pairs, check_target
+from .head import HeadDrafter, check_target
 
 # Committed tokens are read so many at a time: the mask of a forward is this times the text's length.
 CHUNK = 512
@@ -70,16 +70,16 @@ class MtpDrafter(HeadDrafter):
         check_growth(wave, min_gain)
         self.mtp_model, self.wave, self.min_gain, self.recursive = mtp_model, wave, min_gain, recursive
 
-    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
+    def start(self, prompt: Prompt) -> None:
+        super().start(prompt)
         self._mtp: Any = self.mtp_model if self.mtp_model is not None else _loaded(prompt.target)
         _check(self._mtp, prompt.target)
         self._device = next(self._mtp.layers.parameters()).device
         with tree_attention_on(self._mtp):
             self._levels = [
-                _Level(self._mtp, layer, pairs.position, self._device) for layer in range(len(self._mtp.layers))
+                _Level(self._mtp, layer, self._pairs.position, self._device) for layer in range(len(self._mtp.layers))
             ]
         self._text: list[int] = []  # tokens by index; those of unread pairs follow
-        self._unread = pairs
         self._target_vocabulary = prompt.verified.logits.shape[-1]
         self._warpers = draft_warpers(prompt)
 
@@ -100,11 +100,23 @@ class MtpDrafter(HeadDrafter):
                 self._hand_on(level, kept)
         super().observe(commit)
 
-    def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
-        self.forwards = 0
+    def read_prompt(self) -> None:
+        self._hear()
+        with torch.no_grad(), tree_attention_on(self._mtp):
+            for level in self._levels:
+                # a layer reads outputs of the one below, and each leaves the root's pair to the draft
+                while (count := min(CHUNK, len(level.states), len(self._text) - level.read - 1)) > 0:
+                    self._read_chunk(level, count)
+
+    def _hear(self) -> None:
+        """Takes the unread pairs into the text, and their states to the first layer."""
         pairs = self._take_unread()
         self._text += pairs.tokens
         self._levels[0].states = torch.cat([self._levels[0].states, pairs.states.to(self._device)])
+
+    def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
+        self.forwards = 0
+        self._hear()
         reach, depth = min(len(self._levels), len(self._text)), budget.max_depth  # layer k skips the first k tokens
         if not self.recursive or reach < len(self._levels):
             depth = min(depth, reach)
@@ -135,7 +147,7 @@ class MtpDrafter(HeadDrafter):
         states: list[torch.Tensor] = []
         if level.slots is None:
             while len(self._text) - level.read > CHUNK:
-                self._read_chunk(level)
+                self._read_chunk(level, CHUNK)
             level.slots = Slots(growth, self._text[level.read :])
             level.slots.add([0])
             chain = len(level.slots.tokens)
@@ -155,12 +167,12 @@ class MtpDrafter(HeadDrafter):
         level.outputs = torch.cat([level.outputs, self._forward(level, level.slots.tree(), start, torch.cat(states))])
         self._hand_on(level, level.outputs[:chain])
 
-    def _read_chunk(self, level: _Level) -> None:
-        tokens = self._text[level.read : level.read + CHUNK]
-        outputs = self._forward(level, TokenTree.chain(tokens[0], tokens[1:]), 0, level.states[:CHUNK])
-        level.cache.keep([range(CHUNK)])
-        level.read += CHUNK
-        level.states = level.states[CHUNK:]
+    def _read_chunk(self, level: _Level, count: int) -> None:
+        tokens = self._text[level.read : level.read + count]
+        outputs = self._forward(level, TokenTree.chain(tokens[0], tokens[1:]), 0, level.states[:count])
+        level.cache.keep([range(count)])
+        level.read += count
+        level.states = level.states[count:]
         self._hand_on(level, outputs)
 
     def _hand_on(self, level: _Level, outputs: torch.Tensor) -> None:

@@ -30,7 +30,7 @@ from ..tree import TokenTree
 from .base import Budget, DraftContext, Prompt, register_drafter
 from .checkpoint import Checkpoint, Format, pretrained, register_format
 from .growth import Growth, check_growth, draft_warpers, log_q
-from .head import HeadDrafter, Pairs, check_target
+from .head import HeadDrafter, check_target
 
 # what an assistant reads, by the names of `config.layer_types`
 KINDS = ("full_attention", "sliding_attention")
@@ -50,6 +50,7 @@ class SharedKvDrafter(HeadDrafter):
     uses_assistant_model = True
     needs = "the assistant that was trained for the target"
     hidden_layers = (-1,)
+    reads_all = False
 
     def __init__(self, model: PreTrainedModel | None = None, wave: int = 4, min_gain: float | None = None) -> None:
         check_growth(wave, min_gain)
@@ -75,8 +76,6 @@ class SharedKvDrafter(HeadDrafter):
         self._places = check_fits(self.model, prompt.target)
         _check_shapes(self.model, self._cache, self._places)
         super().start(prompt)
-
-    def _read_prompt(self, prompt: Prompt, pairs: Pairs) -> None:
         self._embed: Any = prompt.target.get_input_embeddings()
         self._warpers = draft_warpers(prompt)
         self._target_vocabulary = prompt.verified.logits.shape[-1]

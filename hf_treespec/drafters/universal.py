@@ -73,15 +73,17 @@ class UniversalDrafter(ModelDrafter):
         ids = prompt.ids[0]
         if prompt.attention_mask is not None:
             ids = ids[prompt.attention_mask[0, -len(ids) :].to(ids.device) != 0]
-        self._translation = Translation(given["tokenizer"], given["assistant_tokenizer"], ids.tolist())
+        self._translation = Translation(given["tokenizer"], given["assistant_tokenizer"])
+        self._heard: list[int] = ids.tolist()  # the target's tokens that are not translated yet
         self._ids: list[int] = []  # the text as the model knows it: what it has read, then what it has not
         self._read = 0  # how many of these its cache holds
         self._has_cache = False
+
+    def read_prompt(self) -> None:
         self._follow()
 
     def observe(self, commit: Commit) -> None:
-        self._translation.read(commit.tokens[0])
-        self._follow()
+        self._heard += commit.tokens[0]
 
     def _follow(self) -> None:
         """Brings the cache to the text as it is now. Its last token is always left unread: the next root.
@@ -89,6 +91,8 @@ class UniversalDrafter(ModelDrafter):
         What the last draft computed is kept as far as the text went that way. Where the text's end was tokenised anew
         the cache is cut back, and only where that cannot be done everything is read again.
         """
+        self._translation.read(self._heard)
+        self._heard = []
         old, new, read = self._ids, list(self._translation.ids), self._read
         same = _common(old, new[:-1], read)
         kept: list[int] = []
@@ -124,6 +128,7 @@ class UniversalDrafter(ModelDrafter):
         return slots
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
+        self._follow()
         if not self._has_cache:
             self.forwards = 0
             return TokenTree.root_only(context.last_token)
