@@ -198,6 +198,7 @@ def test_reading_is_told_from_drafting(monkeypatch: Any) -> None:
     assert max(record.seconds["draft"] for record in out.tree_spec.records) >= 0.2
     sizer = knowledge_of(model, "reader", False)
     assert 0 < sizer.level_seconds < 0.1 and sizer.trust == 0.5
+    assert all(seconds < 0.15 for samples in sizer.costs.to_dict().values() for _, seconds in samples)
 
 
 @pytest.mark.parametrize("share, tries", [(0.9, 1), (0.2, 20)])
