@@ -326,10 +326,15 @@ def tree_error(model: PreTrainedModel) -> float:
     device = model.device
     ids = torch.tensor([text], device=device)
     with attention.tree_attention_on(model), contextlib.suppress(RuntimeError, TypeError, AttributeError, ValueError):
-        whole = model(input_ids=ids, use_cache=False, return_dict=True).logits[0, length:].float()
-        cache = DynamicCache(config=config)
+        cache, key = DynamicCache(config=config), _compat.cache_key(model)
+        whole = model(input_ids=ids, use_cache=True, return_dict=True, **{key: cache}).logits[0, length:].float()
         positions = torch.arange(length, device=device)[None]
-        model(input_ids=ids[:, :length], position_ids=positions, use_cache=True, **{_compat.cache_key(model): cache})
-        logits = Verifier(model, TreeCache(cache), positions[:, -1:]).forward(tree).logits[0, [0, 5, 6]].float()
+        prefix = TreeCache(cache)
+        if any(layer.offset for layer in prefix.tree_layers):  # a short window has dropped what the tree is to see
+            cache = DynamicCache(config=config)
+            model(input_ids=ids[:, :length], position_ids=positions, use_cache=True, **{key: cache})
+            prefix = TreeCache(cache)
+        prefix.shorten(length)
+        logits = Verifier(model, prefix, positions[:, -1:]).forward(tree).logits[0, [0, 5, 6]].float()
         return float((logits - whole).norm() / (whole - whole.mean(-1, keepdim=True)).norm())
     return float("nan")  # the model's forward cannot even be called so
