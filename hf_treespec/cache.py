@@ -206,7 +206,8 @@ class TreeCache(DynamicCache):
                         layer.move(row, source, end + in_place)
         self.lengths = self.lengths + np.array([len(nodes) for nodes in rows], np.int64)
         self.filled = int(self.lengths.max())
-        self.truncate()
+        if self.get_seq_length() > self.filled:  # not after a plain round: a write to each layer costs more than a look
+            self.truncate()
 
     def shorten(self, length: int) -> bool:
         """Drops committed tokens beyond the first `length` of each row, and a tree that was appended.
