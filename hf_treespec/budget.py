@@ -35,8 +35,9 @@ from .tree import TokenTree
 # Gains are saved, up to a limit.
 FIRST_BALANCE, INTEREST, MOST_BALANCE = 1.0, 0.02, 30.0
 # A call in which drafts lost all that they began with halves what the next one starts with and earns, down to this; one in
-# which they won doubles it.
-LEAST_TRUST = 0.25
+# which they won doubles it. Free drafts are worth a try on every text; one forward of a model may cost as much as a round,
+# and models that never help are seldom asked in the end.
+LEAST_TRUST, LEAST_TRUST_IN_MODELS = 0.25, 1 / 16
 # Levels of a drafter's very first tree.
 FIRST_DEPTH = 2
 # After so many drafts in a row of which nothing was worth a row, one round in so many drafts.
@@ -154,7 +155,7 @@ class Sizer:
         if self._earned > 0:
             self.trust = min(1.0, 2 * self.trust)
         elif self._earned < -FIRST_BALANCE * self.trust:
-            self.trust = max(LEAST_TRUST, self.trust / 2)
+            self.trust = max(LEAST_TRUST_IN_MODELS if self.level_seconds else LEAST_TRUST, self.trust / 2)
         self._earned = 0.0
         self.balance = max(self.balance, FIRST_BALANCE * self.trust)
         self._tokens, self._seconds = self._tokens / 2, self._seconds / 2

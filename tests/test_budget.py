@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_treespec import Budget, Drafter, NgramDrafter, TokenTree
 from hf_treespec.bench.simulate import CURVES, Trace, noisy, record, run
-from hf_treespec.budget import FIRST_DEPTH, LEAST_TRUST, Calibration, Sizer
+from hf_treespec.budget import FIRST_DEPTH, LEAST_TRUST, LEAST_TRUST_IN_MODELS, Calibration, Sizer
 from hf_treespec.costs import CostModel
 from hf_treespec.knowledge import knowledge_of
 
@@ -142,21 +142,32 @@ def test_an_adversary_costs_little(curve: str, tokens: int, allowed: float) -> N
     assert any(sizes)  # it was tried
 
 
-def test_a_drafter_that_keeps_losing_is_tried_less_and_less() -> None:
-    """From call to call, down to a quarter; and as much as ever after it has won."""
-    cost = CURVES["re-packed (CPU, float32)"]
+@pytest.mark.parametrize(
+    "curve, drafting, least, lost, calls",
+    [
+        ("re-packed (CPU, float32)", 0.0, LEAST_TRUST, 0.01, 3),
+        ("linear (CPU, packed weights)", 0.6, LEAST_TRUST_IN_MODELS, 0.003, 6),
+    ],
+    ids=["free drafts", "a model"],
+)
+def test_a_drafter_that_keeps_losing_is_tried_less_and_less(
+    curve: str, drafting: float, least: float, lost: float, calls: int
+) -> None:
+    """From call to call, down to a quarter, a model further down; and as much as ever after it has won."""
+    cost = CURVES[curve]
+    drafting *= cost(1)
     wrong = [TokenTree([0, *range(1, 9)], range(-1, 8), [1.0] + [0.99] * 8) for _ in range(128)]
     useless, sizer, losses = Trace([0] * 130, 1, wrong), Sizer(CostModel()), []
     plain, _ = run(useless, cost, 0)
-    for _ in range(5):
+    for _ in range(10):
         sizer.begin()
         sizer.calibration = Calibration()  # it believes the boaster anew
-        losses.append(run(useless, cost, sizer)[0] / plain - 1)
-    assert losses[0] > 0.015 and losses[-1] < 0.01 and sizer.trust == LEAST_TRUST
+        losses.append(run(useless, cost, sizer, drafting)[0] / plain - 1)
+    assert losses[0] > 0.015 and sum(losses[-4:]) / 4 < lost and sizer.trust == least
     right = Trace([0] * 130, 1, [TokenTree([0] * 9, range(-1, 8), [1.0] + [0.99] * 8)] * 128)
-    for _ in range(3):
+    for _ in range(calls):
         sizer.begin()
-        seconds, _ = run(right, cost, sizer)
+        seconds, _ = run(right, cost, sizer, drafting)
     assert seconds < 0.5 * plain
     sizer.begin()
     assert sizer.trust == 1.0

@@ -50,7 +50,7 @@ def run(
     Args:
         cost: seconds of a round with so many rows, drafting left out.
         policy: a sizer, or a fixed number of nodes.
-        drafting: seconds that each draft takes.
+        drafting: seconds that each draft takes, in one forward of a model; 0 for drafts that need none.
     """
     position, total = 0, 0.0
     sizes: list[int] = []
@@ -80,7 +80,9 @@ def run(
         if isinstance(policy, Sizer):
             if len(drafted) > 1:
                 policy.learn(drafted, committed)
-            policy.account(len(tree), position, len(committed), spent, seconds, drafted=len(drafted) > 1)
+            asked = len(drafted) > 1
+            forwards = int(spent > 0)
+            policy.account(len(tree), position, len(committed), spent, seconds, drafted=asked, forwards=forwards)
         total += seconds
         sizes.append(len(tree) - 1)
         position += len(committed)
