@@ -78,9 +78,9 @@ def run(
             node = child
         seconds = cost(len(tree)) + spent
         if isinstance(policy, Sizer):
-            if len(drafted) > 1:
-                policy.learn(drafted, committed)
             asked = len(drafted) > 1
+            if asked:
+                policy.learn(drafted, committed)
             forwards = int(spent > 0)
             policy.account(len(tree), position, len(committed), spent, seconds, drafted=asked, forwards=forwards)
         total += seconds

@@ -56,21 +56,31 @@ class Pairs:
         )
 
 
+def _tapped(verified: Verified, layers: Sequence[int]) -> list[torch.Tensor]:
+    """For each tap (1, n, h)."""
+    assert verified.hidden_states is not None, "the loop gives states to drafters with `hidden_layers`"
+    return [verified.hidden_states[layer] for layer in layers]
+
+
+def _side_by_side(states: Sequence[torch.Tensor]) -> torch.Tensor:
+    """(n, k·h) of (n, h) for each tap, where the last one is."""
+    return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
+
+
 def taps(verified: Verified, layers: Sequence[int]) -> torch.Tensor:
     """(T, k·h): the states of a forward at `layers`, side by side.
 
     Raises:
         DrafterError: the target leaves out some states of some layers (Gemma 3n and 4 do, where layers share keys).
     """
-    assert verified.hidden_states is not None, "the loop gives states to drafters with `hidden_layers`"
-    states = [verified.hidden_states[layer][0] for layer in layers]
+    states = [state[0] for state in _tapped(verified, layers)]
     lengths = [len(state) for state in states]
     if len(set(lengths)) > 1:
         raise DrafterError(
             f"this target's states after layers {tuple(layers)} are of {lengths} tokens: it leaves some out, so that a head "
             "cannot read them side by side. Use another drafter, e.g. tree_spec='union'."
         )
-    return torch.cat([s.to(states[-1].device) for s in states], dim=-1)
+    return _side_by_side(states)
 
 
 def prompt_pairs(prompt: Prompt, layers: Sequence[int]) -> Pairs:
@@ -107,8 +117,7 @@ class _Round:
 
     @classmethod
     def of(cls, commit: Commit, layers: Sequence[int]) -> _Round:
-        assert commit.verified.hidden_states is not None, "the loop gives states to drafters with `hidden_layers`"
-        states, nodes = [commit.verified.hidden_states[layer] for layer in layers], len(commit.verified.tree)
+        states, nodes = _tapped(commit.verified, layers), len(commit.verified.tree)
         if states[0].shape[1] > nodes:  # the prompt's forward is a tree of its last token; the rest is not kept alive
             states = [state[:, -nodes:].clone() for state in states]
         return cls(states, commit.path[0], commit.tokens[0])
@@ -121,8 +130,7 @@ def _joined(rounds: Sequence[_Round]) -> torch.Tensor:
     for each in rounds:
         index += [nodes + node for node in each.path]
         nodes += each.states[0].shape[1]
-    taps = [torch.cat(tap, dim=1)[0] for tap in zip(*(each.states for each in rounds), strict=True)]
-    states = torch.cat([tap.to(taps[-1].device) for tap in taps], dim=-1)
+    states = _side_by_side([torch.cat(tap, dim=1)[0] for tap in zip(*(each.states for each in rounds), strict=True)])
     return states[torch.tensor(index, device=states.device)]
 
 

@@ -128,7 +128,8 @@ class UniversalDrafter(ModelDrafter):
         return slots
 
     def draft(self, context: DraftContext, budget: Budget) -> TokenTree:
-        self._follow()
+        if self._heard:  # not in the round in which the prompt was read
+            self._follow()
         if not self._has_cache:
             self.forwards = 0
             return TokenTree.root_only(context.last_token)
